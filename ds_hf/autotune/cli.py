@@ -123,6 +123,14 @@ LearningRate = Annotated[
     bool,
     typer.Option("--lr", "--with-lr", help="Then search for a learning rate with the result.", rich_help_panel=SEARCH),
 ]
+Forget = Annotated[
+    bool,
+    typer.Option(
+        "--forget",
+        help="Begin without what earlier searches of this model on this machine measured.",
+        rich_help_panel=SEARCH,
+    ),
+]
 Train = Annotated[bool, typer.Option("--run", help="Train with the result afterwards.", rich_help_panel=SEARCH)]
 
 
@@ -148,6 +156,7 @@ def autotune_command(
     confirm: Confirm = True,
     train: Train = False,
     lr: LearningRate = False,
+    forget: Forget = False,
 ) -> None:
     """Find the fastest configuration for a training script: ds-hf autotune --budget 10m train.py --deepspeed ds.json
 
@@ -186,6 +195,7 @@ def autotune_command(
             overwrite=overwrite,
             confirm=confirm,
             lr=lr,
+            forget=forget,
         )
 
     code = _guarded(lambda: _tune_and_train(words, options(), train))

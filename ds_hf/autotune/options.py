@@ -64,6 +64,7 @@ class Options:
         trial_timeout, stall_timeout: seconds for a launch, and without any sign of life.
         arg_mappings: configuration keys to options of the script.
         sampler: "model_based", "random", "gridsearch" (DeepSpeed's words), or "exhaustive": all, for comparison.
+        forget: drop what earlier searches of this model on this machine measured, in place of beginning with it.
         lr: then search a learning rate with the result (``ds_hf.autotune.lr``).
         confirm: run the user's file and the result once more, as the user would, for the figures in the report.
     """
@@ -93,6 +94,7 @@ class Options:
     fast: bool = False
     confirm: bool = True
     lr: bool = False
+    forget: bool = False
     overwrite: bool = False
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.confirm import Contest, confirm
+from ds_hf.autotune.earlier import forget, recall, remember
 from ds_hf.autotune.launches import Problem, Run
 from ds_hf.autotune.lr import (
     FindOptions,
@@ -88,6 +89,7 @@ def _search(search: Search, view: View) -> Result:
         with view.shown():
             with _only_one_measures(search):
                 search.begin()
+                _begin_where_earlier_ones_ended(search, view)
             view.flops = search.flops
             search.search()
     except KeyboardInterrupt:
@@ -97,7 +99,21 @@ def _search(search: Search, view: View) -> Result:
     return _finish(search, view, interrupted=interrupted)
 
 
+def _begin_where_earlier_ones_ended(search: Search, view: View) -> None:
+    """Unless they are to be forgotten."""
+    if search.options.forget:
+        forget(search)
+        return
+    known = recall(search)
+    for setting, measured in known:
+        search.model.observe(setting, measured)
+    if known:
+        several = "one of the settings" if len(known) == 1 else f"{len(known)} of the settings"
+        view.say(f"earlier searches on this machine measured {several}: the search begins there (--forget: anew)")
+
+
 def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
+    remember(search)
     contest = Contest(search)
     contest.why_ended = "interrupted" if interrupted else "" if search.options.confirm else "--no-confirm"
     result = make_result(contest)

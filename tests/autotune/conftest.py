@@ -18,6 +18,12 @@ FREE = ("zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing")
 KEPT = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of earlier searches, those of other tests among them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A Trainer's command line with a stage 3 file whose batch keys the Trainer fills."""
