@@ -26,7 +26,8 @@ SCRIPT = [
     "--max_steps", str(STEPS), "--save_steps", str(STEPS), "--eval_steps", str(STEPS),
     "--deepspeed", "examples/ds_config_zero3.json",
 ]  # fmt: skip
-TUNE = ["--budget", "3m", "--forget", "--tune", "zero_optimization.stage", "-n", str(PROCESSES), "--output", str(SEARCH)]
+ANEW = ["--forget", "--output", str(SEARCH)]  # each time as for the first
+TUNE = ["--budget", "3m", "--tune", "zero_optimization.stage", "-n", str(PROCESSES), *ANEW]
 TORCHRUN = ["torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
 
 
