@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import log_once
 
@@ -42,10 +43,10 @@ def mark_heads(model: nn.Module) -> None:
             weight: Any = getattr(module, "weight", None)
             if weight is None or type(module).__name__ == "Conv1D" or not getattr(weight, "use_muon", False):
                 continue
-            rows = _rows_of_a_head(name, tuple(logical_shape(weight)), owner, config)
-            if rows:
-                weight.muon_head_dim = rows
-                weight.muon_num_heads = logical_shape(weight)[0] // rows
+            shape = logical_shape(weight)
+            rows = _rows_of_a_head(name, tuple(whole_shape(weight, shape)), owner, config)
+            if rows and shape[0] % rows == 0:  # tensor parallelism leaves whole heads
+                weight.muon_head_dim, weight.muon_num_heads = rows, shape[0] // rows
                 found.setdefault(rows, []).append(f"{owner_name}.{name}")
     if not found:
         message = (
