@@ -19,10 +19,22 @@ from ds_hf.config.load import examine
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 
-__all__ = ["EXPERTS", "SEQUENCE", "TENSOR", "AxisSizes", "MeshDivision", "division_of", "model_class", "sizes_of"]
+__all__ = [
+    "EXPERTS",
+    "HPZ",
+    "MICS",
+    "SEQUENCE",
+    "TENSOR",
+    "AxisSizes",
+    "MeshDivision",
+    "division_of",
+    "model_class",
+    "sizes_of",
+]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
 EXPERTS = "expert_parallel.autoep_size"  # 0: as transformers computes them
+MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
 
 
 @dataclass(frozen=True)
@@ -78,17 +90,18 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
     own, processes = division_of(facts), int(facts.get("processes") or facts.get("world_size") or 1)
     on_host = int(facts.get("on_host") or 1)
     fitting = tuple(n for n in range(2, on_host + 1) if on_host % n == 0)
-    experts = _experts(facts, tree, (1, *(n for n in fitting if own.data * own.sequence % n == 0)))
+    others = _experts(facts, tree, (1, *(n for n in fitting if own.data * own.sequence % n == 0)))
+    others |= _groups(tuple(n for n in fitting if n < own.data and own.data % n == 0))
     if not fitting or own.data * own.shared != processes:
         reason = "there is one process a host" if not fitting else "the script divides the model itself"
-        return AxisSizes(experts, dict.fromkeys((SEQUENCE, TENSOR), reason))
+        return AxisSizes(others, dict.fromkeys((SEQUENCE, TENSOR), reason))
     if tree.get("data_parallel_size") is not None:
-        return AxisSizes(experts, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
+        return AxisSizes(others, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
     try:
         model = _without_values(facts)
     except DsHfError as error:
-        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
-    values, why_not = dict(experts), {}
+        return AxisSizes(others, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
+    values, why_not = dict(others), {}
     for name, own_size, allows in ((TENSOR, own.tensor, _cuts), (SEQUENCE, own.sequence, _shares)):
         if own_size > 1 and not _given(tree, name):
             why_not[name] = "given by the script"
@@ -116,6 +129,11 @@ def _experts(facts: Mapping[str, Any], tree: Mapping[str, Any], sizes: tuple[int
             plan_experts(model, section, size)
             found.append(size)
     return {EXPERTS: tuple(found)} if len(found) > 1 else {}
+
+
+def _groups(sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Of processes inside a host among which states, or copies of parameters, are divided; after all of them."""
+    return {MICS: (-1, *sizes), HPZ: (1, *sizes)} if sizes else {}
 
 
 def _given(tree: Mapping[str, Any], name: str) -> bool:

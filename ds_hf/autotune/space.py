@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, AxisSizes, MeshDivision
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.config.load import examine
 from ds_hf.config.mesh import mesh_shape
@@ -51,6 +51,9 @@ CHECKPOINTING = "gradient_checkpointing"
 ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 CHUNKED_LOSS = "ds_hf.chunked_loss"
 COMMUNICATION = "communication_data_type"
+BUDGET, TILES = "ds_hf.activation_memory_budget", "ds_hf.tiled_mlp"
+QUANTIZED_WEIGHTS = "zero_optimization.zero_quantized_weights"
+QUANTIZED_GRADIENTS = "zero_optimization.zero_quantized_gradients"
 WORKERS = "dataloader_num_workers"  # no axis: batches that are replayed say nothing of it (``workers``)
 
 
@@ -88,7 +91,14 @@ AXES = (
     FreeKey(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
     FreeKey(SEQUENCE, (1,), named_only=True, device_only=True),
     FreeKey(EXPERTS, (0,), device_only=True),
+    FreeKey(BUDGET, (None, 0.8, 0.5), named_only=True, device_only=True),
+    FreeKey(TILES, (False, "auto"), named_only=True, device_only=True),
+    FreeKey(MICS, (-1,), named_only=True),
+    FreeKey(HPZ, (1,), named_only=True),
+    FreeKey(QUANTIZED_WEIGHTS, (False, True), named_only=True),  # change what is computed
+    FreeKey(QUANTIZED_GRADIENTS, (False, True), named_only=True),
 )
+_OF_STAGE_3 = (OFFLOAD_PARAM, MICS, HPZ, QUANTIZED_WEIGHTS)
 
 _SAME = {  # say the same
     ACTIVATIONS: ("ds_hf.offload_activations",),
@@ -218,11 +228,14 @@ class Space:
         stage = result.get(STAGE, _get(self.tree, STAGE) or 0)
         offload = result.get(OFFLOAD_OPTIMIZER, _get(self.tree, OFFLOAD_OPTIMIZER))
         for axis in self.axes:
-            if ((axis.name == OFFLOAD_PARAM or "stage3_" in axis.name) and stage != 3) or (
-                axis.name == RATIO and offload != "cpu"
-            ):
-                result[axis.name] = axis.values[0]
-            if axis.name == ACTIVATIONS and not result.get(CHECKPOINTING, self.checkpoints):
+            acts = {
+                RATIO: offload == "cpu",
+                ACTIVATIONS: result.get(CHECKPOINTING, self.checkpoints),
+                BUDGET: result.get(COMPILE, _get(self.tree, COMPILE))
+                and not result.get(CHECKPOINTING, self.checkpoints),
+                QUANTIZED_GRADIENTS: stage >= 2,
+            }.get(axis.name, stage == 3 or not (axis.name in _OF_STAGE_3 or "stage3_" in axis.name))
+            if not acts:
                 result[axis.name] = axis.values[0]
         return result
 
@@ -230,7 +243,7 @@ class Space:
         """Whether ds_hf takes the configuration."""
         try:
             config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
-            if {TENSOR, SEQUENCE, EXPERTS} & set(setting):
+            if {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ} & set(setting):
                 division = self.division.of(setting)
                 if division.tensor > 1 and setting.get(EXPERTS, 0) > 1:
                     return False

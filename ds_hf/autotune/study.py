@@ -25,7 +25,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, division_of, sizes_of
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint, TracedAhead
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.options import Metric, Options
@@ -192,7 +192,7 @@ class Search:
 
     def _make_space(self, events: dict[str, Any]) -> Space:
         facts = events["facts"]
-        divides = facts["cuda"] or {TENSOR, SEQUENCE, EXPERTS} & set(self.options.tune)
+        divides = facts["cuda"] or {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ} & set(self.options.tune)
         return Space(
             self.problem.config,
             self.command,

@@ -16,7 +16,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import value_of
@@ -60,8 +60,9 @@ def events(processes: int = 4, config: Any = None, tokens: int = LENGTH, **facts
 
 def test_sizes_that_processes_and_model_allow() -> None:
     found = sizes_of(events(8), {})
-    assert found.values == {TENSOR: (1, 2), SEQUENCE: (1, 2, 4)}  # two heads for keys, four for queries
-    assert sizes_of(events(8, on_host=2), {}).values == {TENSOR: (1, 2), SEQUENCE: (1, 2)}
+    assert found.values == {TENSOR: (1, 2), SEQUENCE: (1, 2, 4), MICS: (-1, 2, 4), HPZ: (1, 2, 4)}  # two heads for keys
+    two = {TENSOR: (1, 2), SEQUENCE: (1, 2), MICS: (-1, 2), HPZ: (1, 2)}
+    assert sizes_of(events(8, on_host=2), {}).values == two
     assert "one process a host" in sizes_of(events(8, on_host=1), {}).why_not[TENSOR]
     assert sizes_of(events(4, tokens=62), {}).values[SEQUENCE] == (1, 2)
     assert "63 tokens" in sizes_of(events(2, tokens=63), {}).why_not[SEQUENCE]

@@ -9,15 +9,20 @@ import pytest
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import LEAST_SPREAD, PRIOR_SPREAD, TRAVELS, CostModel, Survey
+from ds_hf.autotune.division import HPZ, MICS, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.space import (
     ACTIVATIONS,
+    BUDGET,
     CAPTURE,
     CHECKPOINTING,
     CHUNKED_LOSS,
     COMPILE,
     FP8,
+    QUANTIZED_GRADIENTS,
+    QUANTIZED_WEIGHTS,
     STAGE,
+    TILES,
     Space,
     label_of,
     told_up_front,
@@ -25,12 +30,12 @@ from ds_hf.autotune.space import (
 from ds_hf.config.load import examine
 
 
-def space(folder: Path, file: dict[str, Any], options: Options | None = None, **facts: bool) -> Space:
+def space(folder: Path, file: dict[str, Any], options: Options | None = None, **facts: Any) -> Space:
     script = folder / "train.py"
     script.write_text("")
     command = Command.parse([str(script), "--deepspeed", "ds.json"])
     config = examine({"train_batch_size": 8, **file}, world=None, allow_auto=True)
-    known = {"cuda": True, "can_checkpoint": True, "can_chunk": True, **facts}
+    known: dict[str, Any] = {"cuda": True, "can_checkpoint": True, "can_chunk": True, **facts}
     return Space(config, command, options or Options(), **known)
 
 
@@ -110,3 +115,28 @@ def test_fp8_is_tried_when_named(tmp_path: Path) -> None:
     found = list(space(tmp_path, file, Options(fix=fix, tune=(FP8,))).settings())
     assert {setting[FP8] for setting in found} == {False, True}
     assert label_of({STAGE: 3, COMPILE: "blocks", FP8: True}) == "stage 3, compiled, in fp8"
+
+
+GROUPS = {MICS: (-1, 2, 4), HPZ: (1, 2, 4)}
+
+
+def test_groups_and_quantized_wires_are_tried_when_named(tmp_path: Path) -> None:
+    kept = space(tmp_path, {}).kept
+    wires = (QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS)
+    assert all("free only when named" in kept[key] for key in (MICS, HPZ, *wires, BUDGET, TILES))
+    options = Options(tune=(HPZ, MICS, *wires), fix=(COMPILE, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS))
+    found = list(space(tmp_path, {}, options, division=MeshDivision(8), sizes=AxisSizes(GROUPS, on_host=4)).settings())
+    by_stage = {stage: [setting for setting in found if setting[STAGE] == stage] for stage in range(4)}
+    assert {(s[MICS], s[HPZ], s[QUANTIZED_WEIGHTS]) for stage in range(3) for s in by_stage[stage]} == {(-1, 1, False)}
+    assert {s[HPZ] for s in by_stage[3]} == {1, 2, 4}
+    assert {s[MICS] for s in by_stage[3]} == {-1, 2, 4}
+    assert not [s for s in found if s[MICS] > 1 and s[HPZ] > 1]  # one of them: the other has nothing left to divide
+    assert {stage for stage in range(4) for s in by_stage[stage] if s[QUANTIZED_GRADIENTS]} <= {2, 3}
+
+
+def test_a_budget_is_of_compiled_blocks(tmp_path: Path) -> None:
+    options = Options(tune=(BUDGET, TILES), fix=(STAGE,))
+    found = list(space(tmp_path, {}, options).settings())
+    assert {setting[BUDGET] for setting in found if not setting[COMPILE] or setting[CHECKPOINTING]} == {None}
+    assert {setting[BUDGET] for setting in found if setting[COMPILE]} == {None, 0.8, 0.5}
+    assert {setting[TILES] for setting in found} == {False, "auto"}
