@@ -28,9 +28,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from contextvars import ContextVar
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +46,20 @@ from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
-__all__ = ["wrap_modeling"]
+__all__ = ["whole_weights", "wrap_modeling"]
+
+# Of parameters that are divided, by id: what a Trainer is about to write.
+_whole: ContextVar[Mapping[int, Tensor]] = ContextVar("ds_hf_whole_weights", default=MappingProxyType({}))
+
+
+@contextmanager
+def whole_weights(whole: Mapping[int, Tensor]) -> Iterator[None]:
+    """Inside, ``save_pretrained`` of a model at stage 3 without ``state_dict`` writes these, by id of a parameter."""
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 def wrap_modeling(module: ModuleType) -> None:
@@ -77,6 +91,11 @@ def _whole_alone(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any,
             "the whole: call engine.export_pretrained(folder) on all processes, or give state_dict="
             "accelerator.get_state_dict(engine), which is whole on the first"
         )
+    whole = _whole.get()
+    if whole and any(buffer.sharded for buffer in buffers_of(model.parameters())):
+        params = dict(model.named_parameters(remove_duplicate=False))
+        state = {name: whole.get(id(params.get(name)), value) for name, value in model.state_dict().items()}
+        return wrapped(**given | {"state_dict": state})
     return wrapped(*args, **kwargs)
 
 

@@ -222,8 +222,10 @@ def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
 
 def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Before ``train()`` and ``evaluate()`` transformers asks the bare model to save itself as an engine would."""
-    if not trainer.is_deepspeed_enabled or trainer.deepspeed is not None:
+    if not trainer.is_deepspeed_enabled:
         return wrapped(*args, **kwargs)
+    if trainer.deepspeed is not None:
+        return _save_handing_on(wrapped, trainer, args, kwargs)
     from ds_hf.engine.checkpoint.consolidate import whole_state_dict
 
     save, state = trainer._save, whole_state_dict(trainer.model)
@@ -237,6 +239,28 @@ def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwa
             return wrapped(*args, **kwargs)
     finally:
         del trainer._save
+
+
+def _save_handing_on(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``_save`` of another library may drop the whole weights that it is given and let the model save itself, which has
+    parts at stage 3 (sentence-transformers): the model gets them then."""
+    from ds_hf.hf.modeling import whole_weights
+
+    save, own = trainer._save, vars(trainer).get("_save")
+    params = dict(trainer.model.named_parameters(remove_duplicate=False))
+
+    def save_whole(output_dir: str | None = None, state_dict: Any = None) -> Any:
+        whole = {id(params[name]): value for name, value in (state_dict or {}).items() if name in params}
+        with whole_weights(whole):
+            return save(output_dir, state_dict=state_dict)
+
+    trainer._save = save_whole
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        del trainer._save
+        if own is not None:
+            trainer._save = own
 
 
 def _count_trainable(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> int:

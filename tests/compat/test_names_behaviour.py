@@ -13,6 +13,7 @@ from deepspeed.runtime.utils import (
     CheckOverflow,
     clip_grad_norm_,
     get_global_norm,
+    get_weight_norm,
     partition_balanced,
     partition_uniform,
 )
@@ -315,6 +316,26 @@ def test_norms_overflow_and_partitions() -> None:
     assert partition_uniform(9, 3) == [0, 3, 6, 9]
     assert partition_balanced([1, 1, 1, 1, 8], 2) == [0, 4, 5]
     assert partition_balanced([4, 1, 1, 1, 1, 4], 3) == [0, 1, 5, 6]
+
+
+def norms_with_experts() -> tuple[float, float, float]:
+    """One dense parameter and an expert, whose gradient and weight are larger on the second process."""
+    deepspeed.init_distributed()
+    params = [nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor([4.0 + 8 * deepspeed.comm.get_rank()]))]
+    params[1].allreduce = False  # type: ignore[attr-defined]
+    weights = get_weight_norm(params)
+    for param in params:
+        param.grad = param.detach().clone()
+    norm = float(clip_grad_norm_(params, 1.0))
+    assert params[0].grad is not None
+    return weights, norm, float(params[0].grad)
+
+
+def test_norms_with_experts_are_the_mean_of_all_processes() -> None:
+    mean = (5 + 153**0.5) / 2  # as in DeepSpeed's TestClipGradNorm: the same on all of them
+    for weights, norm, clipped in run_user_code(norms_with_experts):
+        assert (weights, norm) == (pytest.approx(mean), pytest.approx(mean))
+        assert clipped == pytest.approx(3 / mean, rel=1e-5)
 
 
 def clip_of_an_engine() -> str:

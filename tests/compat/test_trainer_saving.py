@@ -199,3 +199,26 @@ def test_model_is_saved_before_it_is_trained(tmp_path: Path) -> None:
     for weights in ours:
         assert weights.keys() == plain.keys()
         assert all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+def saved_by_the_model(folder: Path, stage: int) -> Any:
+    trainer = make_trainer(folder, config(stage), save_strategy="no", max_steps=2)
+
+    def save_alone(output_dir: str, state_dict: Any = None) -> None:
+        trainer.model.save_pretrained(output_dir)  # as sentence-transformers does: what was given is dropped
+
+    trainer._save = save_alone
+    trainer.train()
+    trainer.save_model(str(folder / "alone"))
+    whole = trainer.accelerator.get_state_dict(trainer.deepspeed)
+    assert trainer._save is save_alone
+    return whole if trainer.is_world_process_zero() else None
+
+
+@pytest.mark.feature("Trainer", "a library's `_save` that drops the weights it is given, stage 3", pain="P19")
+def test_a_library_that_lets_the_model_save_itself_writes_whole_weights(tmp_path: Path) -> None:
+    whole, _ = run_user_code(saved_by_the_model, tmp_path, 3)
+    saved = load_file(tmp_path / "alone" / "model.safetensors")
+    assert set(saved) <= set(whole)
+    assert all(torch.equal(value, whole[name].to(value.dtype)) for name, value in saved.items())
+    assert sum(value.numel() for value in saved.values()) > 1000

@@ -119,14 +119,16 @@ def get_global_norm_of_tensors(
 
 
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Norm of the parameters, over the model-parallel group of ``mpu``."""
-    return _norm([parameter.data for parameter in _listed(parameters)], norm_type, mpu)
+    """Norm of the parameters, over the model-parallel group of ``mpu``; the mean of all processes. Collective."""
+    return _mean(_norm([parameter.data for parameter in _listed(parameters)], norm_type, mpu))
 
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
     """Scale gradients in place to a norm of at most ``max_norm``; returns the norm before.
+
+    With experts among them (``param.allreduce`` is False), which differ between processes, the mean of their norms.
 
     Raises:
         RuntimeError: the parameters belong to an engine, which keeps their gradients and clips by itself.
@@ -138,6 +140,8 @@ def clip_grad_norm_(
         )
     grads = [parameter.grad for parameter in listed if parameter.grad is not None]
     norm = _norm(grads, norm_type, mpu)
+    if not all(getattr(parameter, "allreduce", True) for parameter in listed):
+        norm = _mean(norm)
     _scale(grads, float(max_norm), norm, 1e-6)
     return torch.tensor(norm, device=grads[0].device if grads else "cpu")
 
@@ -175,6 +179,15 @@ def _norm(tensors: list[Tensor], norm_type: float, mpu: Any) -> float:
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         dist.all_reduce(total, op=op, group=mpu.get_model_parallel_group())
     return float(total) if infinite else float(total) ** (1.0 / power)
+
+
+def _mean(norm: float) -> float:
+    """Over all processes, as DeepSpeed's functions have it, so that all scale alike."""
+    if not dist.is_initialized():
+        return norm
+    total = torch.tensor([norm], device=get_accelerator().current_device_name())
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
