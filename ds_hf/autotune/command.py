@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_hf.errors import ConfigError, Fault
 
-__all__ = ["Command"]
+__all__ = ["Command", "split_launcher"]
 
 HF_MAPPINGS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -18,7 +18,39 @@ HF_MAPPINGS = {
     "dataloader_num_workers": "--dataloader_num_workers",
 }
 CONFIG_FLAGS = ("--deepspeed", "--deepspeed_config")
+LAUNCHERS = (  # how a command line of theirs begins
+    ("torchrun",),
+    ("accelerate", "launch"),
+    ("deepspeed",),
+    ("python", "-m", "torch.distributed.run"),
+    ("python", "-m", "torch.distributed.launch"),
+    ("python", "-m", "accelerate.commands.launch"),
+)
 TRUE = ("true", "1", "yes", "on", "y", "t")
+
+
+def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher of ``accelerate launch --num_processes 2 train.py ...``, and the script with its arguments.
+
+    ``trl sft ...`` is the module that TRL's command line starts.
+
+    Raises:
+        ConfigError: a launcher is there, and no script behind it.
+    """
+    words = list(words)
+    name = Path(words[0]).name if words else ""
+    if name == "trl" and len(words) > 1:
+        return [], ["-m", f"trl.scripts.{words[1].replace('-', '_')}", *words[2:]]
+    found = ["python" if name.startswith("python") else name, *words[1:]]
+    begin = next((len(each) for each in LAUNCHERS if tuple(found[: len(each)]) == each), 0)
+    if not begin:
+        return [], words
+    for index, word in enumerate(words[begin:], begin):
+        if word in ("-m", "--module") and index + 1 < len(words):
+            return words[:index], ["-m", *words[index + 1 :]]
+        if word.endswith(".py"):
+            return words[:index], words[index:]
+    raise ConfigError(f"no script behind {' '.join(words[:begin])}: it is what ends in .py, or follows -m")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ds_hf.autotune.command import Command
+from ds_hf.autotune.command import Command, split_launcher
 from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.earlier import forget, recall, remember
 from ds_hf.autotune.launches import Problem, Run
@@ -61,7 +62,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     """Find the fastest configuration for ``train.py <its arguments> --deepspeed ds_config.json``.
 
     Args:
-        words: the script with its arguments.
+        words: the script with its arguments, or a whole line of torchrun, ``accelerate launch``, deepspeed or trl.
         console: where to show progress; ``None`` shows nothing.
         run: starts a launch; tests give another one.
 
@@ -69,6 +70,12 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
         ConfigError: the command, the file or an option is wrong.
         DsHfError: the script fails by itself, or nothing could be measured.
     """
+    launcher, words = split_launcher(words)
+    if launcher and options.launcher:
+        raise ConfigError(f"--launcher, and {launcher[0]} before the script: give one of them")
+    if launcher and options.processes:
+        raise ConfigError(f"-n is for a script alone: {launcher[0]} says how many processes there are")
+    options = replace(options, launcher=tuple(launcher) or options.launcher)
     command = Command.parse(words)
     config = _config(command)
     options = options.with_section(config)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hf.autotune.command import Command
+from ds_hf.autotune.command import Command, split_launcher
 from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
 from ds_hf.autotune.space import points
 from ds_hf.config.load import examine
@@ -53,6 +53,30 @@ def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
     path.write_text("")
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher", "rest"),
+    [
+        ("train.py --lr 1", "", "train.py --lr 1"),
+        ("python train.py", "", "python train.py"),
+        ("torchrun --nproc-per-node 2 train.py a.py", "torchrun --nproc-per-node 2", "train.py a.py"),
+        ("accelerate launch --config_file c.yaml train.py", "accelerate launch --config_file c.yaml", "train.py"),
+        ("accelerate launch -m pkg.train --lr 1", "accelerate launch", "-m pkg.train --lr 1"),
+        ("/v/bin/deepspeed --num_gpus 2 train.py", "/v/bin/deepspeed --num_gpus 2", "train.py"),
+        ("python3.12 -m torch.distributed.run train.py", "python3.12 -m torch.distributed.run", "train.py"),
+        ("python -m pkg.train", "", "python -m pkg.train"),
+        ("trl sft --learning_rate 1", "", "-m trl.scripts.sft --learning_rate 1"),
+        ("trl vllm-serve", "", "-m trl.scripts.vllm_serve"),
+    ],
+)
+def test_lines_of_launchers(line: str, launcher: str, rest: str) -> None:
+    assert split_launcher(line.split()) == (launcher.split(), rest.split())
+
+
+def test_a_launcher_needs_a_script() -> None:
+    with pytest.raises(ConfigError, match=r"no script behind accelerate launch: it is what ends in \.py"):
+        split_launcher(["accelerate", "launch", "--num_processes", "2"])
 
 
 def test_arguments_of_a_trainer_are_replaced_or_added(script: str) -> None:
