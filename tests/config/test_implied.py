@@ -28,6 +28,9 @@ def test_blocks_are_compiled() -> None:
     assert config.ds_hf.compile == "blocks"
     assert config.provenance["/ds_hf/compile"].kind is OriginKind.DERIVED
     assert "blocks are compiled, and gathers and reductions go on beside them" in said(config)["/compile/deepcompile"]
+    older = of(compile={"disable": False, "backend": "inductor"})  # axolotl's zero1_torch_compile.json
+    assert (older.ds_hf.compile, older.warnings) == (False, ())
+    assert "engine.compile(backend=...)" in said(of(compile={"backend": "aot_eager"}))["/compile/backend"]
     off = of(compile={"deepcompile": False})
     assert (off.ds_hf.compile, off.warnings) == (False, ())
     kept = of(compile={"deepcompile": True}, ds_hf={"compile": False})

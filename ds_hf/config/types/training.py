@@ -112,6 +112,8 @@ class CompileSection:
     keep_int_input_tensors: bool = True
     keep_all_input_tensors: bool = False
     debug_log: bool = False
+    disable: bool = False
+    backend: str = "inductor"
 
 
 @dataclass(frozen=True)
