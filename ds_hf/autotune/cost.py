@@ -22,7 +22,7 @@ import numpy as np
 from ds_hf.autotune.division import division_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import gib
-from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of
+from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of, key_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
@@ -35,6 +35,7 @@ RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
 COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/measurements.md)
 TRAVELS = 1.02  # activations to host memory and back, beside the computation
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
+SURPRISE = 3.0  # errors between two searches: more is no chance
 HOST_UPDATE = 2e9  # elements a second that one process updates on the host
 HOST_COPY = 2e10  # bytes a second between device and host
 STATES = 10  # bytes of an element that go up and down for the GPU to update it
@@ -106,11 +107,15 @@ class CostModel:
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
         self.beyond = 0
         self._missed: dict[bool, dict[int, int]] = {False: {}, True: {}}
-        self._seen: list[tuple[dict[Feature, float], float, float]] = []  # what differed, its error, its noise
+        self._seen: list[
+            tuple[dict[Feature, float], float, float, bool]
+        ] = []  # what differed, its error, noise, earlier
         self._names: list[Feature] = []
         self._weights = np.zeros(0)
         self._covariance = np.zeros((0, 0))
         self._plans: dict[str, StatePlan] = {}
+        self._rooflines: dict[tuple[str, int, int], float] = {}
+        self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
         self._calibrate()
 
     def _slope(self, name: str) -> float | None:
@@ -138,7 +143,7 @@ class CostModel:
 
     def plan(self, setting: Setting) -> StatePlan:
         """The state plan of a setting."""
-        key = repr(sorted(setting.items(), key=lambda item: item[0]))
+        key = key_of(setting)
         if key not in self._plans:
             self._plans[key] = plan_states(examine(config_of(self.tree, setting), world=None, allow_auto=True))
         return self._plans[key]
@@ -238,7 +243,13 @@ class CostModel:
         return StepEstimate(seconds, self.nbytes(setting, micro, accumulation), spread)
 
     def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
-        """Seconds of a step by the roofline alone."""
+        """Seconds of a step by the roofline alone, which nothing that is learned changes."""
+        key = key_of(setting), micro, accumulation
+        if key not in self._rooflines:
+            self._rooflines[key] = self._roofline(setting, micro, accumulation)
+        return self._rooflines[key]
+
+    def _roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
         compute, share = self._own_compute(micro), self._share(setting)
         divides = self.division.of(setting) != self.division
         if divides:
@@ -342,28 +353,47 @@ class CostModel:
 
     # -- learning -------------------------------------------------------------------------------------------------
 
-    def observe(self, setting: Setting, measured: Sequence[tuple[int, int, float, float]]) -> None:
+    def observe(
+        self, setting: Setting, measured: Sequence[tuple[int, int, float, float]], *, earlier: bool = False
+    ) -> None:
         """Learn from what one launch of ``setting`` measured.
 
         Args:
             measured: micro-batch, accumulation, seconds of a step, standard error of their logarithm; for each size.
+            earlier: by another search. All of these are dropped once one of them was launched again and is no longer
+                so: then something of the machine has changed.
         """
         if not measured or setting == self.own:
             return
+        if earlier:
+            self._earlier[key_of(setting)] = {tuple(size): (seconds, error) for *size, seconds, error in measured}
+        elif self._contradicts(setting, measured):
+            self._seen = [row for row in self._seen if not row[3]]
+            self._earlier.clear()
         errors = [math.log(seconds / self.roofline(setting, *size)) for *size, seconds, _ in measured]
         rows = [self.features(setting, micro, steps) for micro, steps, *_ in measured]
         names = {name for row in rows for name in row}
         mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
         noise = float(np.mean([error for *_, error in measured]))
-        self._seen.append((mean, float(np.mean(errors)), math.hypot(INTERPLAY, noise)))
+        self._seen.append((mean, float(np.mean(errors)), math.hypot(INTERPLAY, noise), earlier))
         self._fit()
+
+    def _contradicts(self, setting: Setting, measured: Sequence[tuple[int, int, float, float]]) -> bool:
+        """Whether an earlier search measured something else."""
+        known = self._earlier.get(key_of(setting), {})
+        for *size, seconds, error in measured:
+            if tuple(size) in known:
+                then, doubt = known[tuple(size)]
+                if abs(math.log(seconds / then)) > SURPRISE * math.hypot(error, doubt):
+                    return True
+        return False
 
     def _fit(self) -> None:
         """Bayesian linear regression of the errors on what differs from the user's setting."""
         self._names = sorted({name for row, *_ in self._seen for name in row}, key=repr)
-        noise = np.array([each for *_, each in self._seen])
+        noise = np.array([each for _, _, each, _ in self._seen])
         matrix = np.array([[row.get(name, 0.0) for name in self._names] for row, *_ in self._seen]) / noise[:, None]
-        errors = np.array([error for _, error, _ in self._seen]) / noise
+        errors = np.array([error for _, error, _, _ in self._seen]) / noise
         prior = np.array([self._spread_of(name) for name in self._names])
         self._covariance = np.linalg.inv(matrix.T @ matrix + np.diag(prior**-2))
         self._weights = self._covariance @ (matrix.T @ errors)

@@ -113,7 +113,7 @@ def _begin_where_earlier_ones_ended(search: Search, view: View) -> None:
         return
     known = recall(search)
     for setting, measured in known:
-        search.model.observe(setting, measured)
+        search.model.observe(setting, measured, earlier=True)
     if known:
         several = "one of the settings" if len(known) == 1 else f"{len(known)} of the settings"
         view.say(f"earlier searches on this machine measured {several}: the search begins there (--forget: anew)")

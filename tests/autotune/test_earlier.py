@@ -25,6 +25,14 @@ class Slower(World):
         return 2 * super().seconds(*args)
 
 
+class Changed(World):
+    """A machine on which checkpointing costs more since then, and the compiler gains nothing."""
+
+    def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
+        whole = super().seconds(stage, checkpointing, False, micro, steps)
+        return whole * (1.6 if checkpointing else 1) * (1.3 if compiled else 1)
+
+
 def pace(result: Result) -> float:
     return value_of(result.best[1], Metric.THROUGHPUT)
 
@@ -46,6 +54,13 @@ def test_fewer_launches_find_as_much(search: Search, tmp_path: Path, kind: type[
     setting = best.best[0].setting
     wanted = [setting[name] for name in ("zero_optimization.stage", "gradient_checkpointing")]
     assert [again.launched[1][name] for name in ("stage", "checkpointing")] == wanted  # what was best comes first
+
+
+def test_what_is_no_longer_so_is_dropped(search: Search, tmp_path: Path) -> None:
+    search(World(memory=MEMORY))
+    changed = Changed(memory=MEMORY)
+    found = search(changed, results_dir=tmp_path / "again")
+    assert pace(found) >= 0.95 * max(changed.grid().values())
 
 
 def test_another_model_and_what_is_forgotten_begin_anew(search: Search, tmp_path: Path) -> None:
