@@ -107,9 +107,8 @@ class CostModel:
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
         self.beyond = 0
         self._missed: dict[bool, dict[int, int]] = {False: {}, True: {}}
-        self._seen: list[
-            tuple[dict[Feature, float], float, float, bool]
-        ] = []  # what differed, its error, noise, earlier
+        # What differed, its error, its noise, and whether an earlier search saw it.
+        self._seen: list[tuple[dict[Feature, float], float, float, bool]] = []
         self._names: list[Feature] = []
         self._weights = np.zeros(0)
         self._covariance = np.zeros((0, 0))

@@ -31,6 +31,7 @@ __all__ = ["earlier_file", "forget", "recall", "remember"]
 VERSION = 1
 MOST = 400  # points in a file, the latest
 ERROR = 0.05  # of the logarithm of a time, beside what it had: it is another day's
+WORST = 0.05  # what is known less well, of a machine that does other things too, is not kept
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _FACTS = ("total", "trainable", "module_dtype", "device", "world_size", "processes", "optimizer", "torch", "memory")
 
@@ -66,7 +67,7 @@ def forget(search: Search) -> None:
 def remember(search: Search) -> None:
     """Add what this search measured. That it cannot be written is told, and is no fault."""
     path = earlier_file(search)
-    here = {(known.name, known.size): known for known in _measured(search)}
+    here = {(known.name, known.size): known for known in _measured(search) if known.error <= WORST}
     kept = [known for known in _read(path) if (known.name, known.size) not in here]
     rows = [list(known) for known in (*kept, *here.values())][-MOST:]
     try:

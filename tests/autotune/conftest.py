@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,14 @@ from tests.autotune.world import World
 
 FREE = ("zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing")
 KEPT = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _searches_of_tests_are_not_remembered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where a fixture of a module makes one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -98,13 +98,13 @@ def test_the_right_setting_wins_though_the_speed_halves(
     for seed in range(seeds):
         changes = random.Random(seed).uniform(30, 90)
         world = Drifting().begin(seed, changes)
-        result = search(world, results_dir=tmp_path / f"new-{seed}")
+        result = search(world, results_dir=tmp_path / f"new-{seed}", forget=True)
         gain, missed = truth_of(world, result)
         low, high = result.interval
         held += result.trusted and low <= gain <= high
         near += missed < 0.05
         world = Drifting().begin(seed, changes, old=True)
-        result = search(world, results_dir=tmp_path / f"old-{seed}", confirm=False)
+        result = search(world, results_dir=tmp_path / f"old-{seed}", confirm=False, forget=True)
         gain, missed = truth_of(world, result)
         low, high = result.interval
         old_good += low <= gain <= high and missed < 0.05

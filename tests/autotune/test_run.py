@@ -33,7 +33,9 @@ MADE = (
 
 
 def _tune(words: list[str], folder: Path) -> float:
-    options = Options(results_dir=folder, tune=FREE, fix=KEPT, budget=1e9, processes=4, trials=3, confirm=False)
+    options = Options(
+        results_dir=folder, tune=FREE, fix=KEPT, budget=1e9, processes=4, trials=3, confirm=False, forget=True
+    )
     return tune(words, options, run=World().run).best[1].seconds
 
 

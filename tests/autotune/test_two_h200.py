@@ -29,6 +29,7 @@ def tuned(tmp_path: Path) -> Tuned:
 
     def run(world: TwoH200, name: str = "results", **changes: Any) -> tuple[Result, TwoH200]:
         options: dict[str, Any] = {"tune": FREE, "fix": KEPT, "budget": 1e9, "processes": 2, "confirm": False}
+        options["forget"] = True  # each world is another machine
         words = [str(script), "--per_device_train_batch_size", "4", "--deepspeed", str(config)]
         return tune(words, Options(results_dir=tmp_path / name, **{**options, **changes}), run=world.run), world
 
