@@ -5,9 +5,12 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 # NEWEST=1: what pip chooses today without constraints.txt, in an environment of its own that is made anew each week.
-VENV   ?= $(if $(NEWEST),.venv-newest,.venv)
+# TORCH=2.14.1, TRANSFORMERS=5.17.0: these releases, and else what constraints.txt says, in an environment of their own.
+OTHER  := $(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))
+VENV   ?= $(if $(NEWEST),.venv-newest,.venv$(OTHER))
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq $(if $(NEWEST),,-c constraints.txt)
+PINS   := $(if $(OTHER),$(VENV)/constraints.txt,constraints.txt)
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq $(if $(NEWEST),,-c $(PINS))
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
 STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; grep ^__version__ ds_hf/__init__.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
 
@@ -27,7 +30,7 @@ DEMO_OUT := demo_output
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## .venv with everything that the other commands need; with NEWEST=1 .venv-newest, the newest releases
+setup: $(STAMP) ## .venv with everything that the other commands need; NEWEST=1, TORCH=2.14.1, TRANSFORMERS=5.17.0: others
 
 $(STAMP):
 	@echo "Setting up $(VENV) (once; about a minute, more with a slow network) ..."
@@ -35,7 +38,9 @@ $(STAMP):
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
-	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' constraints.txt))"
+	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/') \
+	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/') constraints.txt > $(PINS))
+	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))"
 	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
@@ -50,7 +55,7 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for three minutes, train a sma
 # Lint and docs hold for one release of their tools, that of constraints.txt.
 test: $(STAMP) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
 	@# mypy keeps one core busy for a minute; the other builds and collects meanwhile
-	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST),,lint docs) collect
+	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,lint docs) collect
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
 	@# two cores, for half of the time a test waits for processes that start
 	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
