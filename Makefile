@@ -39,7 +39,7 @@ $(STAMP):
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
 	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/' -e '/^(nvidia|cuda|triton)/d') \
-	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/') constraints.txt > $(PINS))
+	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/' -e '/^(trl|tokenizers|huggingface.hub|hf.xet|accelerate|peft)=/d') constraints.txt > $(PINS))
 	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))"
 	@$(PIP) -e '.[dev,docs]'
 	@touch $@
