@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPVisionConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 import ds_hf
 from ds_hf.engine.optim.muon import Muon
@@ -94,6 +105,71 @@ def test_a_key_that_would_do_nothing_is_refused() -> None:
         marked(GROUPED, LinearAttention, q_proj=(16, 16))
     with pytest.raises(ConfigError, match="the key would do nothing"):
         marked({"hidden_size": 16}, q_proj=(16, 16))
+
+
+def llava() -> nn.Module:
+    """Its towers are equally wide, and have other heads."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    vision = CLIPVisionConfig(num_attention_heads=2, image_size=28, patch_size=14, **shape)
+    text = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **shape)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+
+
+def bart() -> nn.Module:
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=32,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def falcon() -> nn.Module:
+    """All heads share keys and values, which its configuration does not say as a number of heads."""
+    return FalconForCausalLM(FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (llava, {"vision_tower.encoder.layers.0.self_attn": 16, "language_model.layers.0.self_attn": 8}),
+        (bart, {"encoder.layers.0.self_attn": 8, "decoder.layers.0.self_attn": 4, "decoder.layers.0.encoder_attn": 4}),
+        (falcon, {"h.0.self_attention": 4}),
+    ],
+)
+def test_towers_and_decoders_have_heads_of_their_own(make: Callable[[], nn.Module], expected: dict[str, int]) -> None:
+    model = make()
+    mark_matrices(model, heads=True)
+    names = ("q_proj", "k_proj", "v_proj", "query_key_value")
+    found: dict[str, set[int | None]] = {}
+    for name, module in model.named_modules():
+        owner, _, last = name.rpartition(".")
+        if last in names:
+            found.setdefault(owner, set()).add(head_rows(module.weight))  # type: ignore[arg-type]
+    assert len(found) == len(expected)
+    for owner, rows in expected.items():
+        assert [each for name, each in found.items() if name.endswith(owner)] == [{rows}]
+
+
+def test_what_does_not_train_is_not_found() -> None:
+    model = llava().requires_grad_(False)
+    with pytest.raises(ConfigError, match="the key would do nothing"):
+        mark_matrices(model, heads=True)
+
+
+def test_matrices_that_stay_whole_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("ds_hf.engine.optim.muon_heads.warn_once", told.append)
+    marked(GROUPED, q_proj=(16, 16), k_proj=(16, 16))
+    assert len(told) == 1
+    assert told[0].startswith("per_head_muon: 1 matrices (such as attention.k_proj) stay whole")
 
 
 def losses(stage: int, per_head: bool, accumulation: int = 1) -> Any:
