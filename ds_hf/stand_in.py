@@ -47,10 +47,15 @@ def beside_real() -> str:
     return f"the real DeepSpeed at {folder} still serves the name deepspeed, and ds_hf does not; {fix}"
 
 
+def _folder() -> Path:
+    """Of the stand-in."""
+    return Path(__file__).resolve().parent / "compat" / "deepspeed"
+
+
 @functools.cache
 def _home() -> str:
     """The name under which this process has the stand-in."""
-    ours = Path(__file__).resolve().parent / "compat" / "deepspeed" / "__init__.py"
+    ours = _folder() / "__init__.py"
     loaded = sys.modules.get("deepspeed")
     try:
         spec = loaded.__spec__ if loaded is not None else find_spec("deepspeed")
@@ -87,6 +92,10 @@ def spec_of_deepspeed(name: str) -> ModuleSpec | None:
     parent, _, last = name.rpartition(".")
     of_parent = sys.modules[parent].__name__
     home = of_parent if of_parent != parent else _home() + parent.removeprefix("ds_hf")
+    # By its file, if it has one: Python holds its lock of all imports here, which another thread's import may wait for.
+    by_file = PathFinder.find_spec(f"{home}.{last}", [str(_folder().joinpath(*home.removeprefix(_home()).split(".")))])
+    if by_file is not None and by_file.loader is not None:
+        return ModuleSpec(name, _SecondName(by_file.name), origin=by_file.origin)
     there = vars(import_module(home)).get(last)  # deepspeed.zero is an attribute, and no module of that name
     found = there.__spec__ if isinstance(there, ModuleType) else find_spec(f"{home}.{last}")
     return None if found is None else ModuleSpec(name, _SecondName(found.name), origin=found.origin)
@@ -104,3 +113,8 @@ class _SecondName(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Put the module in place of the new, empty one: Python returns what is there."""
         sys.modules[module.__name__] = import_module(self.first)
+
+    def get_code(self, name: str) -> Any:
+        """For ``python -m``, as of the module itself."""
+        spec = find_spec(self.first)
+        return None if spec is None else spec.loader.get_code(self.first)  # type: ignore[union-attr]

@@ -69,7 +69,9 @@ _REAL = _REFUSED.replace("import deepspeed.runtime\n", "")
 
 def _run(code: str, **more: str) -> Any:
     environment = {**os.environ, "PYTHONPATH": "", **more}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -127,3 +129,28 @@ print(json.dumps(["deepspeed" in sys.modules and not before, len(asked)]))
     loaded, asked = _run(code)
     assert not loaded
     assert asked > 3
+
+
+_IN_THREADS = """
+import importlib, json, threading
+found = []
+names = ["ds_hf.ops.adam", "deepspeed.ops.adam"] * 2
+threads = [threading.Thread(target=lambda name=name: found.append(importlib.import_module(name))) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps([len(found), len(set(map(id, found)))]))
+"""
+
+
+def test_threads_may_import_both_names_at_once() -> None:
+    """Each waited for the other: Python holds its lock of all imports while a finder looks."""
+    assert _run(_IN_THREADS) == [4, 1]
+
+
+def test_a_second_name_runs_as_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_hf.env_report"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "served by ds_hf" in done.stdout) == (0, True), done.stderr[-500:]
