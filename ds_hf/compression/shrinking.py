@@ -120,7 +120,7 @@ def _rows(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[F
         message = f"{name} makes queries, keys or values, whose rows are heads"
         yield _fault(group, message, "take head_pruning, of the layer that reads them")
         return
-    if "." in name and inputs_of(layer) != outputs_of(layer) and outputs_of(layer) in _widths_between(named):
+    if "." in name and inputs_of(layer) != outputs_of(layer) and outputs_of(layer) in _widths_between(named, name):
         message = f"{name} writes into what all blocks read and add to, which would keep its width"
         yield _fault(group, message, f"take the layers whose rows {name} reads, and leave it to related_modules")
         return
@@ -137,14 +137,18 @@ def _rows(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[F
             )
 
 
-def _widths_between(named: Mapping[str, nn.Module]) -> set[int]:
-    """Of what goes from block to block: embeddings make it, and norms of the whole of it stand in several blocks."""
+def _widths_between(named: Mapping[str, nn.Module], layer: str) -> set[int]:
+    """Of what goes from block to block: embeddings make it, and a norm of the whole of it stands in the block of
+    ``layer``; other towers of the model have other widths."""
     widths = [module.embedding_dim for module in named.values() if isinstance(module, nn.Embedding)]
     norms: list[int] = []
+    words = layer.split(".")
+    depth = next((index + 1 for index, word in enumerate(words) if word.isdecimal()), 0)
+    block = "".join(f"{word}." for word in words[:depth])  # the outermost one, which has all of its norms
     for name, module in named.items():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and "." in name and isinstance(weight, Tensor):
-            norms += [shape[0]] if len(shape := logical_shape(weight)) == 1 else []
+            norms += [shape[0]] if name.startswith(block) and len(shape := logical_shape(weight)) == 1 else []
     return {width for width in widths if width in norms}
 
 

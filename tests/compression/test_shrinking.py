@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    CLIPVisionConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Olmo2Config,
     Olmo2ForCausalLM,
     T5Config,
@@ -138,6 +141,25 @@ def test_what_is_cut_computes_as_with_zeros(make: Callable[[], nn.Module], secti
     found.go_to(10)
     before = outputs(model)
     assert (before - outputs(redundancy_clean(model))).abs().max() < 1e-5 * before.abs().max() + 1e-5
+
+
+@torch.no_grad()
+def test_rows_of_a_tower_as_many_as_another_tower_is_wide() -> None:
+    """LLaVA: the MLP of CLIP has 4,096 rows, and Llama is 4,096 wide."""
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config_of = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**{**WIDTHS, "hidden_size": 32}))
+    model = LlavaForConditionalGeneration(config_of).eval()
+    init_compression(model, config(rows(["vision_tower.*fc1"], [["vision_tower.*fc2"]])))
+    found: Any = schedule_of(model)
+    found.go_to(10)
+    image = torch.randn(1, 3, 8, 8)
+    before = model.model.vision_tower(image).last_hidden_state
+    tower = redundancy_clean(model).model.vision_tower
+    assert [tuple(layer.mlp.fc1.weight.shape) for layer in tower.encoder.layers] == [(16, 16)] * 2
+    torch.testing.assert_close(tower(image).last_hidden_state, before, atol=1e-5, rtol=1e-5)
 
 
 def test_a_shared_weight_has_one_way() -> None:
