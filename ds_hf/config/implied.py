@@ -7,6 +7,7 @@ background, as ``ds_hf.checkpoint.async`` does. What is given under ds_hf's own 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ds_hf.config.schema import Path, dotted, pointer_of
@@ -35,17 +36,16 @@ def imply(draft: Draft) -> None:
     if isinstance(section := draft.tree.get("compile"), dict):
         _deepcompile(draft, section)
     if isinstance(section := draft.tree.get("nebula"), dict) and section.get("enabled") is True:
-        _set(draft, ("ds_hf", "checkpoint", "async"), True, "nebula.enabled")
         message = "checkpoints are written in the background into the folder that save_checkpoint is given"
-        draft.warn("/nebula/enabled", f"{message} (ds_hf.checkpoint.async is true), and not by Nebula")
+        message = f"{message} (ds_hf.checkpoint.async is true), and not by Nebula"
+        _set(draft, ("ds_hf", "checkpoint", "async"), True, "nebula.enabled", message)
 
 
 def _deepcompile(draft: Draft, section: dict[str, Any]) -> None:
     stage = draft.get(("zero_optimization", "stage")) or 0
     on = section.get("deepcompile") is True
     if on:
-        _set(draft, ("ds_hf", "compile"), "blocks", "compile.deepcompile")
-        draft.warn("/compile/deepcompile", _BLOCKS)
+        _set(draft, ("ds_hf", "compile"), "blocks", "compile.deepcompile", _BLOCKS)
     for key, (path, value, stages) in _SWITCHES.items():
         if section.get(key) is not True:
             continue
@@ -53,8 +53,8 @@ def _deepcompile(draft: Draft, section: dict[str, Any]) -> None:
         if not on:
             draft.warn(pointer, "no effect: compile.deepcompile is not true")
         elif stage in stages:
-            _set(draft, path, value, f"compile.{key}")
-            draft.warn(pointer, f"{dotted(path)} is set to {str(value).lower()}: all of it, not what memory lacks")
+            message = f"{dotted(path)} is set to {str(value).lower()}: all of it, not what memory lacks"
+            _set(draft, path, value, f"compile.{key}", message)
         elif stage != "auto":
             draft.warn(pointer, f"no effect: it is for ZeRO stage {' or '.join(map(str, stages))}, and this is {stage}")
     passes = section.get("passes")
@@ -69,6 +69,11 @@ def _more_than_one(value: Any) -> bool:
     return type(value) is int and value > 1
 
 
-def _set(draft: Draft, path: Path, value: Any, because: str) -> None:
-    if draft.get(path) is None and not draft.faulty(pointer_of(path)):
+def _set(draft: Draft, path: Path, value: Any, because: str, message: str) -> None:
+    """Fill in a key and say so; what the file says by that key itself is kept, and told where it is another value."""
+    there = draft.get(path)
+    if there is None and not draft.faulty(pointer_of(path)):
         draft.put(path, value, Origin(OriginKind.DERIVED, because))
+    elif there != value:
+        message = f"no effect: {dotted(path)} is {json.dumps(there)}, which is kept"
+    draft.warn(pointer_of(tuple(because.split("."))), message)

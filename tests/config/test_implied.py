@@ -39,6 +39,25 @@ def test_blocks_are_compiled() -> None:
     assert budget.ds_hf.activation_memory_budget == 0.5  # needs compiled blocks
 
 
+def test_what_the_file_says_itself_is_kept_and_told() -> None:
+    asked = {"deepcompile": True, "offload_opt_states": True, "offload_parameters": True, "offload_activation": True}
+    config = of(
+        compile=asked,
+        nebula={"enabled": True},
+        zero_optimization={"offload_optimizer": {"device": "none"}, "offload_param": {"device": "cpu"}},
+        activation_checkpointing={"cpu_checkpointing": False},
+        ds_hf={"compile": False, "checkpoint": {"async": False}},
+    )
+    told = said(config)
+    assert told["/compile/deepcompile"] == "no effect: ds_hf.compile is false, which is kept"
+    kept = 'no effect: zero_optimization.offload_optimizer.device is "none", which is kept'
+    assert told["/compile/offload_opt_states"] == kept
+    assert told["/compile/offload_parameters"].startswith("zero_optimization.offload_param.device is set to cpu")
+    assert told["/compile/offload_activation"].startswith("no effect: activation_checkpointing.cpu_checkpointing is fa")
+    assert told["/nebula/enabled"] == "no effect: ds_hf.checkpoint.async is false, which is kept"
+    assert (config.ds_hf.compile, config.activation_checkpointing.cpu_checkpointing) == (False, False)
+
+
 def test_offloads_are_zeros() -> None:
     asked = {"deepcompile": True, "offload_opt_states": True, "offload_parameters": True, "offload_activation": True}
     config = of(compile=asked)
