@@ -89,7 +89,7 @@ class Command:
         if count == 1 and not Path(script[0]).is_file():
             raise ConfigError(f"the script {script[0]} does not exist")
         for flag in CONFIG_FLAGS[::-1]:
-            for index, word in enumerate(args):
+            for index, word in reversed(list(enumerate(args))):  # of several the last one counts
                 if word.startswith(flag + "="):
                     return cls(script, args, index, True, _mappings(flag, mappings))
                 if word == flag and index + 1 < len(args) and not args[index + 1].startswith("--"):
@@ -119,14 +119,13 @@ class Command:
 
     def given(self, key: str) -> str | None:
         """The value that the command line gives to a mapped key; "True" for a bare flag."""
-        option = self.mappings.get(key)
-        for index, word in enumerate(self.args):
-            if option is not None and word == option:
-                following = self.args[index + 1] if index + 1 < len(self.args) else "--"
-                return "True" if following.startswith("--") else following
-            if option is not None and word.startswith(option + "="):
-                return word.split("=", 1)[1]
-        return None
+        place = _place(self.args, self.mappings[key]) if key in self.mappings else None
+        if place is None:
+            return None
+        if "=" in self.args[place]:
+            return self.args[place].split("=", 1)[1]
+        following = self.args[place + 1] if place + 1 < len(self.args) else "--"
+        return "True" if following.startswith("--") else following
 
     def given_flag(self, key: str) -> bool | None:
         """``given`` as a truth value."""
@@ -147,13 +146,22 @@ def _mappings(flag: str, mappings: Mapping[str, str] | None) -> dict[str, str]:
     }
 
 
+def _place(args: Sequence[str], option: str) -> int | None:
+    """Where ``option`` is given, also with dashes in its name, which transformers takes; of several the last counts."""
+
+    def name(word: str) -> str:
+        return "--" + word[2:].replace("-", "_") if word.startswith("--") else word
+
+    found = [index for index, word in enumerate(args) if name(word.split("=", 1)[0]) == name(option)]
+    return found[-1] if found else None
+
+
 def _put(args: list[str], option: str, value: str) -> None:
-    for index, word in enumerate(args):
-        if word == option:
-            bare = index + 1 >= len(args) or args[index + 1].startswith("--")
-            args[index + 1 : index + (1 if bare else 2)] = [value]
-            return
-        if word.startswith(option + "="):
-            args[index] = f"{option}={value}"
-            return
-    args += [option, value]
+    place = _place(args, option)
+    if place is None:
+        args += [option, value]
+    elif "=" in args[place]:
+        args[place] = f"{args[place].split('=', 1)[0]}={value}"
+    else:
+        bare = place + 1 >= len(args) or args[place + 1].startswith("--")
+        args[place + 1 : place + (1 if bare else 2)] = [value]

@@ -79,6 +79,21 @@ def test_a_launcher_needs_a_script() -> None:
         split_launcher(["accelerate", "launch", "--num_processes", "2"])
 
 
+def test_of_an_option_that_is_given_twice_the_last_counts(tmp_path: Path) -> None:
+    """As argparse does, and with dashes, which transformers takes: the search must change what the script reads."""
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["--deepspeed", "a.json", "--per_device_train_batch_size", "2", "--deepspeed", "b.json"]
+    command = Command.parse([str(script), *words, "--per-device-train-batch-size=4", "--gradient-checkpointing"])
+    assert (command.config, command.given("train_micro_batch_size_per_gpu")) == ("b.json", "4")
+    assert command.given_flag("gradient_checkpointing") is True
+    found = command.words("c.json", {"train_micro_batch_size_per_gpu": 8, "gradient_checkpointing": False})
+    assert found[1:] == [
+        "--deepspeed", "a.json", "--per_device_train_batch_size", "2", "--deepspeed", "c.json",
+        "--per-device-train-batch-size=8", "--gradient-checkpointing", "False",
+    ]  # fmt: skip
+
+
 def test_arguments_of_a_trainer_are_replaced_or_added(script: str) -> None:
     command = Command.parse([script, "--gradient_accumulation_steps=4", "--deepspeed", "a.json", "--fp16"])
     values = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
