@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from ds_hf.hf import restart
 from ds_hf.launcher.ports import free_port
+from tests.helpers.distributed import run_distributed
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,46 +68,30 @@ def test_goes_on_after_a_change_of_size(tmp_path: Path, monkeypatch: pytest.Monk
     assert call(trainer(tmp_path)) == ((), {})
 
 
-SEVERAL = """
-import os, sys
-from pathlib import Path
-from types import SimpleNamespace
-import psutil, torch.distributed as dist
-from ds_hf.hf import restart
-dist.init_process_group("gloo")
-agent = psutil.Process(os.getppid()).create_time()
-real = psutil.Process
-if dist.get_rank() == 1:  # its agent came after the checkpoint, and has restarted nothing
+def several(folder: str) -> Any:
+    """Of two processes the second one's agent came after the checkpoint, and has restarted nothing."""
+    real, rank = psutil.Process, dist.get_rank()
+    agent = real(os.getppid()).create_time()
+
     class Late(real):
-        def create_time(self):
-            return super().create_time() + 1000
-    psutil.Process = Late
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-else:
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-state = Path(sys.argv[1], "checkpoint-4", "trainer_state.json")
-if dist.get_rank() == 0:
-    state.parent.mkdir(parents=True)
-    state.write_text("{}")
-    os.utime(state, (agent + 500, agent + 500))
-dist.barrier()
-args = SimpleNamespace(deepspeed_plugin=object(), output_dir=sys.argv[1], process_index=dist.get_rank())
-trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=0))
-print("got", restart.go_on_after_restart(lambda *given, **kw: given, trainer, (), {}), flush=True)
-dist.destroy_process_group()
-"""
+        def create_time(self) -> float:
+            return float(super().create_time()) + 1000 * rank
+
+    psutil.Process = Late  # type: ignore[misc]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(1 - rank)
+    state = Path(folder, "checkpoint-4", "trainer_state.json")
+    if rank == 0:
+        state.parent.mkdir(parents=True)
+        state.write_text("{}")
+        os.utime(state, (agent + 500, agent + 500))
+    dist.barrier()
+    args = SimpleNamespace(deepspeed_plugin=object(), output_dir=folder, process_index=rank)
+    asked = SimpleNamespace(args=args, state=SimpleNamespace(global_step=0))
+    return restart.go_on_after_restart(lambda *given, **_: given, asked, (), {})
 
 
 def test_processes_that_see_different_things_agree(tmp_path: Path) -> None:
-    script = tmp_path / "several.py"
-    script.write_text(SEVERAL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(tmp_path / "out")], env=env, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"got ('{tmp_path}/out/checkpoint-4',)") == 2
+    assert run_distributed(several, 2, str(tmp_path)) == 2 * [(f"{tmp_path}/checkpoint-4",)]
 
 
 def test_leaves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
