@@ -85,9 +85,11 @@ def by_torchao(model: nn.Module, qat: dict[str, Any] = QAT) -> nn.Module:
     return model
 
 
-def plain_training(qat: dict[str, Any], dtype: torch.dtype, count: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+def plain_training(
+    qat: dict[str, Any], dtype: torch.dtype, count: int = 2, device: str = "cpu"
+) -> tuple[list[float], dict[str, Tensor]]:
     """In torch, one process, all data."""
-    model = by_torchao(llama(), qat).to(dtype)
+    model = by_torchao(llama(), qat).to(dtype).to(device)
     masters = {name: param.detach().float().clone() for name, param in model.named_parameters()}
     losses = []
     for step in range(STEPS):
@@ -101,7 +103,7 @@ def plain_training(qat: dict[str, Any], dtype: torch.dtype, count: int = 2) -> t
                 assert param.grad is not None
                 masters[name] -= LR * param.grad.float()
                 param.copy_(masters[name])
-    return losses, {name: param.detach().float().clone() for name, param in model.named_parameters()}
+    return losses, {name: param.detach().float().cpu().clone() for name, param in model.named_parameters()}
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
