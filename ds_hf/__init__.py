@@ -73,8 +73,8 @@ def __dir__() -> list[str]:
 class _DeepspeedsModules:
     """Finders for modules below ``ds_hf`` that are DeepSpeed's: ``import ds_hf.ops.adam``.
 
-    The first one is asked before others for what lies below such a module (its folder has files, of which others would
-    make a second module), the last one for what nobody else finds.
+    The first one comes before Python's own finders and answers for modules below such a module: they would find the
+    same files and make second modules of them. The last one answers for names that no other finder knows.
     """
 
     def __init__(self, last: bool) -> None:

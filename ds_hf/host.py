@@ -20,6 +20,7 @@ __all__ = [
     "local_world_size",
     "rank_cores",
     "total_memory",
+    "user_cache",
 ]
 
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -108,3 +109,9 @@ def _cached(statistics: Path) -> int:
     except (OSError, ValueError):
         return 0
     return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+
+
+def user_cache() -> Path:
+    """The folder for what is worth keeping between runs: ``$XDG_CACHE_HOME/ds_hf``, or ``~/.cache/ds_hf``."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "ds_hf"

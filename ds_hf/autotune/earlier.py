@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ds_hf
 from ds_hf.autotune.space import CHECKPOINTING, Setting, config_of
+from ds_hf.host import user_cache
 from ds_hf.log import logger
 from ds_hf.regular_files import read_object, replace_file
 
@@ -54,9 +55,7 @@ def earlier_file(search: Search) -> Path:
     about["class"] = (facts.get("model") or {}).get("class")
     about["shapes"] = {name: shape[1:] for name, shape in (survey.get("shapes") or {}).items()}
     about["versions"] = [VERSION, ds_hf.__version__]
-    root = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(root) if root else Path.home() / ".cache") / "ds_hf" / "autotune"
-    return folder / f"{_digest(about)}.json"
+    return user_cache() / "autotune" / f"{_digest(about)}.json"
 
 
 def forget(search: Search) -> None:

@@ -205,14 +205,16 @@ def _channels(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterat
         module = named[each]
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             yield _fault(group, f"{each} is a convolution of {module.groups} groups, which channels would change")
+    if any(isinstance(named[other], nn.BatchNorm2d) for other in group.related[name]):
+        return  # which of several norms is this one's is not told by their order
     rows, following = outputs_of(named[name]), False
     for other, module in _beside(named, name, ()):
         if following and isinstance(module, nn.Conv2d | nn.Linear):
             break
-        norm = isinstance(module, nn.BatchNorm2d) and module.num_features == rows
-        if following and norm and other not in group.related[name]:
+        if following and isinstance(module, nn.BatchNorm2d) and module.num_features == rows:
             last = other.rpartition(".")[2]
-            yield _fault(group, f"{other} is over the channels of {name}, and would be over all", f"add {last} to it")
+            message = f"{other} is over the channels of {name}, and would keep all of them"
+            yield _fault(group, message, f"add {last} to the list")
         following |= other == name
 
 

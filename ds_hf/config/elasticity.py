@@ -246,7 +246,9 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
     try:
         scheduled = ElasticityConfig(json.loads(os.environ[SCHEDULED]))
     except ValueError as error:
-        raise ElasticityConfigError(f"{SCHEDULED} of the environment is no section of elasticity: {error}") from None
+        raise ElasticityConfigError(
+            f"the environment variable {SCHEDULED} does not hold an elasticity section: {error}"
+        ) from None
     given = ElasticityConfig(runtime_elastic_config_dict)
     names = {
         "max_acceptable_batch_size": "max_train_batch_size",
@@ -318,7 +320,7 @@ def scheme_of(section: ElasticityConfig) -> float:
             f"{section.model_parallel_size}): version 0.2 has"
         )
     if version not in (0.1, 0.2):
-        raise ElasticityConfigError(f"there is no scheme {version} of elasticity: version is 0.1 or 0.2")
+        raise ElasticityConfigError(f"elasticity.version is {version}, and must be 0.1 or 0.2")
     return version
 
 

@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ds_hf.host import user_cache
 from ds_hf.regular_files import read_regular
 
 __all__ = ["MeasuredLinks", "links_file", "load_links", "save_links"]
@@ -60,8 +61,7 @@ class MeasuredLinks:
 
 def links_file() -> Path:
     """Where they are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "ds_hf" / "links.json"
+    return user_cache() / "links.json"
 
 
 def save_links(links: MeasuredLinks) -> None:

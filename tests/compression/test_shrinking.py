@@ -111,6 +111,33 @@ def test_what_would_be_another_model_is_refused(
     assert all(fault.fix for fault in caught.value.faults)
 
 
+class LateNorms(nn.Module):
+    """Its norms are declared after both convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.first, self.second, self.last = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.second(self.two(self.first(self.one(x)).relu())).relu())
+        return found
+
+
+@torch.no_grad()
+def test_norms_need_not_stand_beside_their_convolutions() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(LateNorms()).eval()
+    x = torch.randn(2, 4, 5, 5)
+    init_compression(model, config({"channel_pruning": method(HALF, ["two"], [["second", "last"]])}))
+    found: Any = schedule_of(model)
+    found.go_to(10)
+    before = model(x)
+    small = redundancy_clean(model)
+    assert small[0].two.out_channels == 4
+    assert torch.allclose(small(x), before, atol=1e-5)
+
+
 def outputs(model: Any) -> Tensor:
     ids = torch.arange(24).view(2, 12)
     found: Tensor = model(input_ids=ids).logits

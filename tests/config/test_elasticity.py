@@ -129,7 +129,7 @@ def test_processes_that_hold_a_model_together(
         ({"max_gpus": -1}, "max_gpus is -1"),
         ({"max_gpus": 8}, "min_gpus 32 is more than max_gpus 8"),
         ({"min_time": -1}, "min_time is -1"),
-        ({"version": "0.3"}, "no scheme 0.3"),
+        ({"version": "0.3"}, "elasticity.version is 0.3"),
         ({"model_parallel_size": 4}, "scheme 0.1 of elasticity has no model-parallel"),
         ({"model_parallel_size": 3, "version": 0.2, "num_gpus_per_node": 8}, "3 processes hold a model together"),
     ],
@@ -162,7 +162,7 @@ def test_the_schedulers_section(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ElasticityConfigError, match="was 10000 for the scheduler"):
         load_config({"elasticity": small}, world_size=2)
     monkeypatch.setenv(elastic.SCHEDULED, "[]")
-    with pytest.raises(ElasticityConfigError, match="is no section"):
+    with pytest.raises(ElasticityConfigError, match="does not hold an elasticity section"):
         ensure_immutable_elastic_config(SECTION)
 
 

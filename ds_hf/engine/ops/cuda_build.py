@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ds_hf.host import user_cache
 from ds_hf.log import warn_once
 from ds_hf.regular_files import open_regular
 
@@ -91,8 +92,7 @@ def cubin(text: str, arch: str) -> bytes:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "ds_hf" / "cubin"
+    return user_cache() / "cubin"
 
 
 def compile_cubin(text: str, arch: str, **options: Any) -> bytes:
