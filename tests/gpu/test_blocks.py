@@ -31,6 +31,7 @@ def test_gpu_and_cpu_give_the_same_bytes() -> None:
         assert torch.equal(form.write(values.cuda()).cpu()[:, :50_000], form.write(values)[:, :50_000])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("form", cases.FORMATS[:3], ids=str)
 def test_speed(form: BlockFormat) -> None:
     """Writing and reading take less than four copies of the values: they are a pass over memory."""

@@ -262,6 +262,7 @@ def auto() -> tuple[bool, list[float]]:
     return HostPlace.STREAMED in places, speeds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [1, 2])
 def test_auto_streams_where_the_link_is_fast(world: int) -> None:
     """And changes nothing for a small model."""
@@ -287,6 +288,7 @@ def seconds_to_measure() -> float:
     return min(found)
 
 
+@pytest.mark.alone
 def test_measuring_the_link_is_quick() -> None:
     (seconds,) = run_distributed(seconds_to_measure, 1, timeout=60, backend="nccl")
     assert seconds < 0.2

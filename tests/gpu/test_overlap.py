@@ -257,6 +257,7 @@ def profiled(stage: int, folder: str, copies: bool) -> dict[str, list[float]]:
     return result
 
 
+@pytest.mark.alone
 @needs_two
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -78,6 +78,7 @@ def timed_and_profiled(folder: Path, stage: int) -> tuple[list[float], int, list
     return seconds, plain, profiles
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_two)])
 def test_sums_against_the_wall_clock_and_the_profiler(tmp_path: Path, stage: int, ranks: int) -> None:
@@ -132,6 +133,7 @@ def cost(folder: Path, stage: int) -> tuple[float, float]:
     return statistics.median(times[False]), statistics.median(times[True])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recording_every_step_costs_a_hundredth_at_most(tmp_path: Path, stage: int) -> None:
     ((off, on),) = run_distributed(cost, 1, tmp_path, stage, backend="nccl", timeout=180)
@@ -169,6 +171,7 @@ def late_rank(folder: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.alone
 @needs_two
 def test_a_late_rank_is_named(tmp_path: Path) -> None:
     run_distributed(late_rank, 2, tmp_path, backend="nccl", timeout=120)
