@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.interpreter import python
 
 # How the Trainer without DeepSpeed is told to run where the tests run.
 PLAIN = () if torch.cuda.is_available() else ("--use_cpu", "--ddp_backend=gloo")
@@ -81,22 +79,12 @@ def run_user_code(fn: Callable[..., Any], *args: Any, world_size: int = WORLD, t
     return run_distributed(fn, world_size, *args, timeout=timeout, backend=None)
 
 
-def run_python(script: Path, *args: str, env: Mapping[str, str] | None = None) -> str:
+def run_python(script: Path, *args: str) -> str:
     """Run a script in one process, without any launcher; returns what it printed."""
-    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
-    surroundings = {key: value for key, value in os.environ.items() if key not in unset}
-    surroundings |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
-    done = subprocess.run(
-        [sys.executable, str(script), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=surroundings,
-        check=False,
-    )
+    done = python(script, *args)
     if done.returncode != 0:
-        raise ScriptFailure(done.stdout)
-    return done.stdout
+        raise ScriptFailure(done.stdout + done.stderr)
+    return done.stdout + done.stderr
 
 
 class ScriptFailure(AssertionError):

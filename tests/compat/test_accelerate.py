@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.compat.common import SCRIPTS, WORLD, largest_difference, read_json, write_json
-from tests.helpers.distributed import free_port, run_torchrun
+from tests.helpers.distributed import free_port
+from tests.helpers.interpreter import torchrun
 
 SCRIPT = SCRIPTS / "accelerate_script.py"
 # How the reference, which has no DeepSpeed, runs where the tests run.
@@ -59,7 +60,7 @@ def launch(model: Path, folder: Path, *options: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("reference")
-    run_torchrun(SCRIPT, *PLAIN_FLAGS, *arguments(tiny_model, folder), world_size=WORLD, timeout=100)
+    torchrun(SCRIPT, *PLAIN_FLAGS, *arguments(tiny_model, folder), world_size=WORLD)
     return read_json(folder / "report.json"), folder / "out" / "final"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.compat.common import SCRIPTS, WORLD, read_json, run_python, write_json
 from tests.compat.scripts import getting_started
-from tests.helpers.distributed import run_torchrun
+from tests.helpers.interpreter import torchrun
 
 SCRIPT = SCRIPTS / "getting_started.py"
 STEPS = 8
@@ -61,14 +61,14 @@ def test_one_process_as_written_then_resumed(tmp_path: Path) -> None:
 @pytest.mark.skipif(WORLD < 2, reason="needs two devices")
 def test_two_processes_as_written_then_resumed(tmp_path: Path) -> None:
     config, report, saved = write_json(tmp_path / "ds.json", PAGE), tmp_path / "report.json", tmp_path / "saved"
-    run_torchrun(SCRIPT, *arguments(config, report, f"--save_dir={saved}"), world_size=2, timeout=100)
+    torchrun(SCRIPT, *arguments(config, report, f"--save_dir={saved}"))
     whole = read_json(report)
     first_half = plain_first_half()
     assert whole["losses"][0] == pytest.approx(first_half, abs=1e-6)  # rank 0 logs its own half of the batch
 
     tag = whole["tags"][-2]
     more = (f"--load_dir={saved}", f"--ckpt_id={tag}")
-    run_torchrun(SCRIPT, *arguments(config, report, *more), world_size=2, timeout=100)
+    torchrun(SCRIPT, *arguments(config, report, *more))
     assert read_json(report)["losses"] == whole["losses"][6:]
 
 

@@ -24,6 +24,7 @@ from tests.compat.common import (
     write_json,
 )
 from tests.helpers.distributed import run_torchrun
+from tests.helpers.interpreter import torchrun
 
 SCRIPT = SCRIPTS / "trainer_script.py"
 TOLERANCE = 5e-5 if torch.cuda.is_available() else 1e-5  # of losses near 5; sums on a GPU have no fixed order
@@ -52,12 +53,14 @@ class Run:
         return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def run(model: Path, folder: Path, *more: str, world_size: int = WORLD) -> Run:
-    """Run the script; with ``world_size`` 0 without any launcher."""
+def run(model: Path, folder: Path, *more: str, world_size: int = WORLD, real: bool = False) -> Run:
+    """Run the script; with ``world_size`` 0 without any launcher, with ``real`` under torchrun itself."""
     output, report = folder / "out", folder / "report.json"
     arguments = [f"--model_name_or_path={model}", f"--output_dir={output}", f"--report={report}", *ARGUMENTS, *more]
-    if world_size:
+    if real:
         printed = run_torchrun(SCRIPT, *arguments, world_size=world_size, timeout=100)
+    elif world_size:
+        printed = torchrun(SCRIPT, *arguments, world_size=world_size)
     else:
         printed = run_python(SCRIPT, *arguments)
     return Run(output, read_json(report), printed)
@@ -85,7 +88,7 @@ class Runs:
         if stage not in self.done:
             folder = self.folder / f"stage{stage}"
             folder.mkdir()
-            self.done[stage] = run(self.model, folder, f"--deepspeed={self.config(stage)}")
+            self.done[stage] = run(self.model, folder, f"--deepspeed={self.config(stage)}", real=True)
         return self.done[stage]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -240,6 +241,7 @@ def _kill_group(pid: int | None) -> None:
 def _rank_main(spec: RankSpec, payload: bytes, pipe: Connection) -> None:
     """What a rank runs: set up, call, report; never returns to the server's frames with an exception."""
     os.setsid()
+    gc.freeze()  # what the server has imported is never garbage: no collection visits it, and no page of it is copied
     _redirect_output(spec.output)
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, spec.timeout - 0.1))
