@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +32,15 @@ __all__ = [
     "Memory",
     "PresetChoice",
     "adapts",
+    "apply_preset",
     "choose",
     "choose_at_parse_time",
+    "choose_with_model",
+    "free_device_memory",
+    "gib",
     "model_on_command_line",
+    "precision",
+    "sixteen_bits",
     "wrap_integration",
 ]
 
@@ -42,6 +49,7 @@ CANDIDATES = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offloa
 INFERENCE = "zero3"  # the only one that transformers evaluates with when there was no training
 STATES_SHARE = 0.7  # of the free memory; the rest is for activations, logits and buffers
 ADAPTERS = 50  # they are taken for this part of a model: rank 64 of all linear layers of 7 B
+NO_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 MODEL_FLAGS = ("model_name_or_path", "config_name", "model")
 
 
@@ -66,7 +74,7 @@ def wrap_integration(module: ModuleType) -> None:
     """Hook of ``transformers.integrations.deepspeed``: the last moment, when the Trainer has its model."""
 
     def decide_first(wrapped: Callable[..., Any], hf_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _choose_with_model(hf_config, *args, **kwargs)
+        choose_with_model(hf_config, *args, **kwargs)
         return wrapped(*args, **kwargs)
 
     wrap(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", decide_first)
@@ -74,11 +82,27 @@ def wrap_integration(module: ModuleType) -> None:
 
 def choose_at_parse_time(arguments: Any) -> None:
     """Choose now, if the command line tells which model it will be."""
+    _take_kernels(arguments)
     size = _measure_named(model_on_command_line(sys.argv[1:]))
     if size is not None and adapts(sys.argv[1:]):
         size = replace(size, trainable=size.total // ADAPTERS)
     if size is not None:
         _settle(arguments, arguments.hf_deepspeed_config, size)
+
+
+def _take_kernels(arguments: Any) -> None:
+    """Liger's norms, rotations and activations where they are installed, unless the command line speaks of them.
+
+    Its losses are left out: they give no logits, which label smoothing and scripts look at; the loss in chunks of
+    ``ds_hf.chunked_loss`` makes them where somebody does.
+    """
+    named = any(word.lstrip("-").replace("-", "_").startswith("use_liger_kernel") for word in sys.argv[1:])
+    if named or arguments.use_liger_kernel or not torch.cuda.is_available() or find_spec("liger_kernel") is None:
+        return
+    arguments.use_liger_kernel = True
+    arguments.liger_kernel_config = {**NO_LOSSES, **(arguments.liger_kernel_config or {})}
+    if not process_group.is_initialized() or process_group.get_rank() == 0:
+        sys.stderr.write("ds_hf: --deepspeed auto takes Liger's kernels (--use_liger_kernel false keeps the model's)\n")
 
 
 def choose(
@@ -90,7 +114,7 @@ def choose(
         if "offload" in name and not offload:
             continue
         try:
-            config = load_config({**preset(name), **_precision(dtype)}, allow_auto=True, check_batch=False)
+            config = load_config({**preset(name), **precision(dtype)}, allow_auto=True, check_batch=False)
         except ConfigError as error:  # what this version of ds_hf cannot do is no candidate
             logger.debug("auto: %s is left out: %s", name, error)
             continue
@@ -124,30 +148,31 @@ def adapts(argv: Sequence[str]) -> bool:
     return argv[flag + 1 : flag + 2] not in (["False"], ["false"], ["0"])
 
 
-def _choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_steps: int) -> None:
+def choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_steps: int) -> None:
+    """Choose now, unless that was possible before."""
     plugin = arguments.deepspeed_plugin
     if arguments.deepspeed != AUTO or getattr(plugin, "ds_hf_choice", None) is not None:
         return
     if not num_training_steps:
-        _apply(plugin, hf_config, INFERENCE)
+        apply_preset(plugin, hf_config, INFERENCE)
     else:
         _settle(arguments, hf_config, measure(model))
 
 
 def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
     memory = free_device_memory()
-    dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
+    dtype = sixteen_bits(arguments)
     world_size = process_group.get_world_size() if process_group.is_initialized() else 1
     accumulates = arguments.gradient_accumulation_steps > 1
     offload = has_accelerator()  # elsewhere host and device are the same memory
     choice = choose(size, memory, world_size, dtype=dtype, accumulates=accumulates, offload=offload)
-    _apply(arguments.deepspeed_plugin, hf_config, choice.preset)
+    apply_preset(arguments.deepspeed_plugin, hf_config, choice.preset)
     arguments.deepspeed_plugin.ds_hf_choice = choice
     if not process_group.is_initialized() or process_group.get_rank() == 0:
         sys.stderr.write(_report(choice, size, memory, world_size, dtype) + "\n")
 
 
-def _apply(plugin: Any, hf_config: Any, name: str) -> None:
+def apply_preset(plugin: Any, hf_config: Any, name: str) -> None:
     """Write the preset's ZeRO section where transformers and accelerate look for it."""
     hf_config.config["zero_optimization"] = preset(name)["zero_optimization"]
     hf_config.set_stage_and_offload()
@@ -157,7 +182,13 @@ def _apply(plugin: Any, hf_config: Any, name: str) -> None:
     plugin.zero3_init_flag = hf_config.is_zero3()
 
 
-def _precision(dtype: str) -> dict[str, Any]:
+def sixteen_bits(arguments: Any) -> str:
+    """The dtype that the arguments ask for."""
+    return "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
+
+
+def precision(dtype: str) -> dict[str, Any]:
+    """The sections of a configuration."""
     return {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}}
 
 
@@ -197,15 +228,16 @@ def _report(choice: PresetChoice, size: ModelSize, memory: Memory, world_size: i
     lines = [
         f"ds_hf: --deepspeed auto takes {choice.preset}: {why}",
         f"  model: {total} parameters ({trainable} trainable), {dtype}, {processes}",
-        f"  free for each process: {_gib(memory.device)} on its device, {_gib(memory.host)} of host memory",
-        f"  of which {STATES_SHARE:.0%} for model states ({_gib(room)} on the device), the rest for activations",
+        f"  free for each process: {gib(memory.device)} on its device, {gib(memory.host)} of host memory",
+        f"  of which {STATES_SHARE:.0%} for model states ({gib(room)} on the device), the rest for activations",
         "  model states of each process (device + host):",
     ]
     for name, need in choice.needs.items():
         verdict = "too large" if name != choice.preset or not choice.fits else "fits"
-        lines.append(f"    {name:<14} {_gib(need.device):>12} + {_gib(need.host):>12}   {verdict}")
+        lines.append(f"    {name:<14} {gib(need.device):>12} + {gib(need.host):>12}   {verdict}")
     return "\n".join(lines)
 
 
-def _gib(nbytes: float) -> str:
+def gib(nbytes: float) -> str:
+    """For people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

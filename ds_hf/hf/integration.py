@@ -6,6 +6,7 @@
 - The batch size: transformers counts all processes, also those that read the same samples.
 - The level of ds_hf's logger, where ``log_level`` was not given: transformers sets its own default, a warning.
 - Pipelines: the Trainer would speak of an empty batch.
+- ``--deepspeed auto``: what it chooses is chosen before transformers reads it.
 - What TRL forces on adapters at stage 3 for DeepSpeed's sake, and an engine of ds_hf does not need.
 """
 
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
 from ds_hf.hf.autoload import wrap
+from ds_hf.hf.source import AUTO
 from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["wrap_integration"]
@@ -46,6 +48,12 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
         return _init_inference(lambda: wrapped(*args, **kwargs), hf_config)
     if hasattr(hf_config, SECTION):
         hf_config.config["optimizer"] = hf_config.__dict__.pop(SECTION)
+    if trainer.args.deepspeed == AUTO:
+        from ds_hf.hf.auto_activations import settle_activations  # it traces the model: nothing else needs that
+
+        steps = args[1] if len(args) > 1 else kwargs["num_training_steps"]
+        auto.choose_with_model(hf_config, trainer.args, trainer.model, steps)
+        settle_activations(trainer)
     given, given_scheduler = _given(trainer)
     level = logger.level
     optimizer, scheduler = wrapped(*args, **kwargs)

@@ -1,0 +1,212 @@
+"""``--deepspeed auto``, once the Trainer has model and data: what is done about activations.
+
+The states' choice leaves a share of the memory for activations without knowing them. Here one step over the longest
+samples is traced without values (``ds_hf.memory``), and the first way that fits is taken: activations are kept,
+computed again, or computed again from inputs in host memory; each with the stage that was chosen and with those that
+divide more, before anything is offloaded. Every rank computes the same from the least free memory and the longest
+sample of all ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_hf.config.presets import preset
+from ds_hf.engine.comm import process_group
+from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.auto import CANDIDATES, apply_preset, free_device_memory, gib, precision, sixteen_bits
+from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
+
+__all__ = ["KEPT", "OFFLOADED", "RECOMPUTED", "ActivationChoice", "fit", "settle_activations"]
+
+KEPT, RECOMPUTED, OFFLOADED = "kept", "computed again in backward", "computed again, from inputs in host memory"
+FILL = 0.95  # of the free memory: predictions are within a tenth, and mostly too high
+LOOKED_AT = 256  # samples
+SCAN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """Attributes:
+    preset, activations: what was chosen. fits: whether that fits, or only comes nearest.
+    needs: bytes of the device by (preset, activations), of what was looked at.
+    """
+
+    preset: str
+    activations: str
+    fits: bool
+    needs: dict[tuple[str, str], int]
+
+
+def settle_activations(trainer: Any) -> None:
+    """Choose, write the choice into arguments, plugin and model, and say it on one rank."""
+    arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
+    length = _longest(trainer.train_dataset)
+    if not length:
+        _say("activations are not looked at: the data set is a stream, or its samples have no input_ids")
+        return
+    micro = arguments.per_device_train_batch_size
+    try:
+        found = fit(
+            trainer.model,
+            plugin.ds_hf_choice.preset,
+            Workload(micro_batch=micro, seq_len=length),
+            room=_room(trainer.model),
+            processes=process_group.get_world_size() if process_group.is_initialized() else 1,
+            dtype=sixteen_bits(arguments),
+            accumulates=arguments.gradient_accumulation_steps > 1,
+            offload=has_accelerator(),
+            recomputed=bool(arguments.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", 0)),
+        )
+    except UnpredictableError as error:
+        _say(f"activations are not looked at: {error}")
+        return
+    _apply(trainer, found)
+    _say(_report(found, f"{micro} x {length} tokens"))
+
+
+def fit(
+    model: Any,
+    smallest: str,
+    workload: Workload,
+    *,
+    room: int,
+    processes: int,
+    dtype: str,
+    accumulates: bool,
+    offload: bool,
+    recomputed: bool,
+) -> ActivationChoice:
+    """The first way of those from ``smallest`` on whose peak is at most ``FILL`` of ``room`` bytes, or the least.
+
+    Args:
+        recomputed: the user asked for gradient checkpointing.
+
+    Raises:
+        UnpredictableError: the model does not run without values.
+    """
+    needs: dict[tuple[str, str], int] = {}
+    predictors: dict[bool, Predictor] = {}
+    for name, activations in _ways(smallest, model, offload=offload, recomputed=recomputed):
+        again = activations != KEPT
+        if again not in predictors:
+            checkpointing = again if getattr(model, "supports_gradient_checkpointing", False) else None
+            predictors[again] = Predictor(
+                model, Workload(workload.micro_batch, workload.seq_len, gradient_checkpointing=checkpointing)
+            )
+        needs[name, activations] = _predicted(
+            predictors[again], name, activations, workload.micro_batch, processes, dtype, accumulates, room
+        ).device_total
+        if needs[name, activations] <= FILL * room:
+            return ActivationChoice(name, activations, True, needs)
+    name, activations = min(needs, key=lambda way: needs[way])
+    return ActivationChoice(name, activations, False, needs)
+
+
+def _ways(smallest: str, model: Any, *, offload: bool, recomputed: bool) -> Iterator[tuple[str, str]]:
+    """What to look at, cheapest first."""
+    kinds = [] if recomputed else [KEPT]
+    if recomputed or getattr(model, "supports_gradient_checkpointing", False):
+        kinds += [RECOMPUTED, OFFLOADED] if offload else [RECOMPUTED]
+    presets = CANDIDATES[CANDIDATES.index(smallest) :]
+    if any(hasattr(param, "ds_id") for param in model.parameters()):  # zero.Init has divided it
+        presets = tuple(name for name in presets if name.startswith("zero3"))
+    on_device = [name for name in presets if "offload" not in name]
+    for kind in kinds:
+        yield from ((name, kind) for name in on_device)
+    for kind in kinds if offload else []:
+        yield from ((name, kind) for name in presets if "offload" in name)
+
+
+def _predicted(
+    predictor: Predictor, name: str, activations: str, micro: int, processes: int, dtype: str, several: bool, room: int
+) -> Prediction:
+    config = {
+        **preset(name),
+        **precision(dtype),
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1 + several,
+        "train_batch_size": "auto",
+        "activation_checkpointing": {"cpu_checkpointing": activations == OFFLOADED},
+    }
+    return predictor.predict(config, world_size=processes, device_memory=room)
+
+
+def _apply(trainer: Any, found: ActivationChoice) -> None:
+    arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
+    hf_config = plugin.hf_ds_config
+    if found.preset != plugin.ds_hf_choice.preset:
+        apply_preset(plugin, hf_config, found.preset)
+    if found.activations == KEPT:
+        return
+    if not arguments.gradient_checkpointing:
+        arguments.gradient_checkpointing = True
+        options = {"use_reentrant": False, **(arguments.gradient_checkpointing_kwargs or {})}
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if found.activations == OFFLOADED:
+        section = hf_config.config.setdefault("activation_checkpointing", {})
+        section["cpu_checkpointing"] = True
+
+
+def _room(model: Any) -> int:
+    """Free bytes of the device, with those that the model takes there already; the least over the ranks."""
+    held = sum(param.nbytes for param in model.parameters() if param.is_cuda)
+    return free_device_memory().device + _over_ranks(held, process_group.ReduceOp.MIN)
+
+
+def _longest(dataset: Any) -> int:
+    """Tokens of the longest sample of some hundred that lie evenly; over all ranks, 0 where one knows none."""
+    longest = 0
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
+        end, step = time.monotonic() + SCAN_SECONDS, max(1, len(dataset) // LOOKED_AT)
+        with _random_numbers_kept():
+            for index in range(0, len(dataset), step):
+                sample = dataset[index]
+                tokens = sample.get("input_ids") if isinstance(sample, Mapping) else None
+                if not isinstance(tokens, Sized) or time.monotonic() > end:
+                    break
+                longest = max(longest, len(tokens))
+    least = _over_ranks(longest, process_group.ReduceOp.MIN)
+    return _over_ranks(longest, process_group.ReduceOp.MAX) if least else 0
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Samples may draw: training draws what it would have drawn."""
+    import numpy as np
+
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(numbers)
+
+
+def _over_ranks(value: int, op: Any) -> int:
+    if not process_group.is_initialized():
+        return value
+    found = torch.tensor([value], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    process_group.all_reduce(found, op=op)
+    return int(found)
+
+
+def _report(found: ActivationChoice, batch: str) -> str:
+    words = [f"activations of {batch} are {found.activations}"]
+    if len({name for name, _ in found.needs}) > 1:
+        words[0] += f", {found.preset}"
+    looked_at = ", ".join(f"{name} {activations}: {gib(need)}" for (name, activations), need in found.needs.items())
+    verdict = "the first that fits" if found.fits else "NOTHING FITS, this comes nearest; try a smaller micro-batch"
+    return f"{words[0]}: {verdict} (predicted on the device: {looked_at})"
+
+
+def _say(text: str) -> None:
+    if not process_group.is_initialized() or process_group.get_rank() == 0:
+        sys.stderr.write(f"ds_hf: --deepspeed auto: {text}\n")
