@@ -53,8 +53,12 @@ def check_rules(config: Config, draft: Draft) -> None:
     _activation_budget(config, draft)
     _fp8(config, draft)
     _qat(config, draft)
+    if config.zero_optimization.zenflow is not None and not draft.faulty("/zero_optimization/stage"):
+        from ds_hf.config.zenflow import check_zenflow  # few files have the section
+
+        check_zenflow(config, draft)
     if "expert_parallel" in draft.tree:
-        from ds_hf.config.experts import check_experts  # few files have the section
+        from ds_hf.config.experts import check_experts
 
         check_experts(config, draft)
     if not _OF_DATA.isdisjoint(draft.tree):

@@ -98,6 +98,11 @@ FEATURES = (
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
         "parallel.likeness:attach",
     ),
+    Feature(
+        "columns that are chosen again",
+        lambda e: e.settings.zero_optimization.zenflow is not None and e.optimizer is not None,
+        "optim.zenflow.epochs:attach",
+    ),
     Feature("packed documents", _packs, "modules.documents:attach"),
     Feature(
         "a curriculum by length",

@@ -204,12 +204,14 @@ class Predictor:
             cut_over=max(tensor, experts),
             pipe=pipe,
             one_bit=one_bit,
+            chosen=0.0 if zero.zenflow is None else zero.zenflow.topk_ratio,
+            chosen_on_host=zero.zenflow is not None and zero.zenflow.offload,
         )
 
     def _streamed_share(self, settings: Config, traits: Traits) -> float | Literal["auto"]:
         """As ``engine.offloading`` has it before the engine looks at sizes and link."""
         own = settings.ds_hf.offload
-        if not traits.by_element or own.delayed:
+        if not traits.by_element or own.delayed or settings.zero_optimization.zenflow is not None:
             return 0.0
         if own.stream == "auto" and not (self.streams and settings.zero_optimization.offload_optimizer.pin_memory):
             return 0.0

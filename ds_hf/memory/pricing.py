@@ -53,6 +53,8 @@ class Costs:
         pipe: stages of a pipeline.
         in_flight: micro-batches whose activations are kept at once.
         one_bit: the optimizer averages momenta in one bit; what that takes is none of ``moments``.
+        chosen: share of the elements that the device updates in every step (``zenflow.topk_ratio``), 0 without that ...
+        chosen_on_host: ... while their states are in host memory.
     """
 
     world_size: int
@@ -71,6 +73,8 @@ class Costs:
     pipe: int = 1
     in_flight: float = 1.0
     one_bit: bool = False
+    chosen: float = 0.0
+    chosen_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     share, streamed = _streamed(timeline, sizes, plan, costs)
     base = _resident(timeline, sizes, costs) | {"states on their way": streamed.slots}
     base["feedback"] = _feedback(timeline, plan, costs)
+    base["chosen columns"], _ = _chosen(timeline, plan, costs)
     base["activations in flight"] = round((costs.in_flight - 1) * timeline.kept)  # beside those of one micro-batch
     _initialize(timeline, sizes, costs, peak)
     _Run(timeline, sizes, plan, costs, base, peak).play()
@@ -256,6 +261,23 @@ def _resident(timeline: Timeline, sizes: list[_Sizes], costs: Costs) -> dict[str
         "moments": sum(size.moments for size in sizes if size.here),
         "workspaces": CUBLAS,
     }
+
+
+def _chosen(timeline: Timeline, plan: StatePlan, costs: Costs) -> tuple[int, int]:
+    """Of ZenFlow, on the device: where they are, gradients and new values, and masters and moments, if those are not on
+    the host; and on the host, where means of gradients, the next gradients and new values of all wait."""
+    if not costs.chosen:
+        return 0, 0
+    nbytes, host = 0, 0
+    for spec in timeline.buffers:
+        numel = _owned(spec, plan, costs) if spec.trains else 0
+        states = ITEM_NBYTES["float32"] * (1 + costs.moments)
+        grads = ITEM_NBYTES["float32"] if costs.accumulation_steps > 1 else spec.itemsize
+        beside = 4 + spec.itemsize + grads  # a position has 4 bytes
+        nbytes += int(costs.chosen * numel) * (beside + (0 if costs.chosen_on_host else states))
+        host += numel * (ITEM_NBYTES["float32"] + grads + spec.itemsize)
+        host += int(costs.chosen * numel) * states * costs.chosen_on_host
+    return nbytes, host
 
 
 def _feedback(timeline: Timeline, plan: StatePlan, costs: Costs) -> int:
@@ -408,6 +430,7 @@ def _rows(
     # reduced gradients stay in host memory, also where the states are on disk
     kept = "cpu" if place == "nvme" else place
     yield "gradients", kept, sum(gradients), max(gradients)
+    yield "gradients that wait", "cpu", _chosen(timeline, plan, costs)[1], 0
     if plan.parameters.placement is Placement.SHARDED:
         yield "parameters", costs.parameter_place, sum(shards), max(shards)
         firsts = [size.first for size in sizes]

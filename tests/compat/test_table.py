@@ -77,7 +77,7 @@ def test_a_feature_has_one_answer() -> None:
     ("rows", "told"),
     [
         (["| Adam, Lion | yes; 1-bit optimizers not yet |"], "denies something else"),
-        (["| ZenFlow | not yet |", "| Muon, ZenFlow | works |"], "'ZenFlow' is there and is not there"),
+        (["| Twinkle | not yet |", "| Muon, Twinkle | works |"], "'Twinkle' is there and is not there"),
         (["| a | works |", "| a | another word |"], "'a' has two rows in 'Title'"),
     ],
 )

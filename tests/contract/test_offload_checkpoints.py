@@ -13,7 +13,7 @@ import torch
 
 from ds_hf import Engine, initialize
 from ds_hf.engine.offload.swap import SwapPool
-from ds_hf.engine.optim.stepping import _UnitsJob
+from ds_hf.engine.optim.stepping import UnitsJob
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError, OffloadError
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
@@ -136,7 +136,7 @@ def killed_beside_the_forward(folder: str) -> None:
     engine = engine_of(folder, "host")
     steps(engine, 0, HALF)
     engine.save_checkpoint(f"{folder}/saved")
-    run, calls = _UnitsJob._run, []
+    run, calls = UnitsJob._run, []
 
     def run_and_die(*args: Any) -> None:
         calls.append(args)
@@ -144,7 +144,7 @@ def killed_beside_the_forward(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         run(*args)
 
-    _UnitsJob._run = run_and_die  # type: ignore[method-assign]
+    UnitsJob._run = run_and_die  # type: ignore[method-assign]
     steps(engine, HALF, ALL)
 
 

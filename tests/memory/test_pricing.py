@@ -124,6 +124,18 @@ def test_a_share_of_the_states_stays_on_the_device() -> None:
     assert "masters" not in both.device
 
 
+def test_chosen_columns_are_on_the_device_beside_all_states_on_the_host() -> None:
+    """ZenFlow with half of half a million elements: 20 bytes each there, and 8 of each of all on the host."""
+    costs = dataclasses.replace(ALONE, world_size=4, optimizer_place="cpu", chosen=0.5)
+    prediction = priced(2, costs, offload_optimizer={"device": "cpu"})
+    assert parts(prediction) == {"parameters": 4, "gradients": 4, "activations": 4, "chosen columns": 5}
+    host = {name: nbytes / MB for name, nbytes in prediction.host.items()}
+    assert host == {"loading": 4, "masters": 2, "moments": 4, "gradients": 1, "gradients that wait": 4}
+    away = priced(2, dataclasses.replace(costs, chosen_on_host=True), offload_optimizer={"device": "cpu"})
+    assert parts(away)["chosen columns"] == 2
+    assert away.host["gradients that wait"] == 7 * MB
+
+
 def test_ratio_of_the_file() -> None:
     model = "llama:hidden=64,layers=4,heads=4,kv_heads=4,intermediate=172,vocab=512"
     predictor = Predictor(model, Workload(micro_batch=1, seq_len=32))

@@ -55,7 +55,7 @@ class OffloadOptimizerSection:
 
 @dataclass(frozen=True)
 class ZenFlowSection:
-    """ZenFlow: update the important gradients at once and the others later, on the CPU."""
+    """Columns that are updated in every step, and when the others are, on the CPU."""
 
     topk_ratio: float = 0.1
     select_strategy: Literal["auto", "step", "epoch"] = "auto"

@@ -24,6 +24,7 @@ from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of,
 from ds_hf.engine.checkpoint.resume import Fit
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
+from ds_hf.engine.optim.zenflow.rounds import ROUNDS
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger, warn_once
@@ -64,7 +65,7 @@ _ALWAYS = {
 # Sums and means of squares, and sizes.
 _NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf")
 # Written into a group by steps alone: a checkpoint from before the first one has none.
-_COUNTED = ("roundings",)
+_COUNTED = ("roundings", ROUNDS)
 # How the update is computed, not what: these fit the device it runs on now.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 

@@ -85,7 +85,7 @@ class FileStore:
     def wait_for_states(self) -> None:
         """They are read and written unit by unit, by ``visit``."""
 
-    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+    def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 
     def close(self) -> None:

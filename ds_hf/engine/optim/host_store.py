@@ -281,7 +281,7 @@ class HostStore:
         for block in self._blocks.values():
             self._streamed.arrived(block)
 
-    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+    def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         for gradient in list(self._pending):
             gradient.buffer.gather()
             yield [gradient]
@@ -368,7 +368,7 @@ class DelayedStore(HostStore):
                 update.result()
             self._fill_room(gradients)
 
-    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+    def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         running, self._running = self._running, []
         yield from self._finished(running)
 

@@ -28,6 +28,8 @@ from ds_hf.engine.optim.host_store import DelayedStore, HostStore
 from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
 from ds_hf.engine.optim.stream_share import AutoShare, Room, say_none, slots_room
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
+from ds_hf.engine.optim.zenflow.requirements import check_zenflow
+from ds_hf.engine.optim.zenflow.store import ZenFlowStore
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.storage import DeviceShardStorage, FetchOrder, FileShardStorage, HostShardStorage, ShardStorage
 from ds_hf.host import rank_cores
@@ -128,6 +130,8 @@ def build_offload(
     )
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
     promised = 0
+    if inner is not None and settings.zero_optimization.zenflow is not None:
+        check_zenflow(settings, mesh, inner)
     if inner is not None and plan.optimizer.device == "cpu":
         store = _host_store(settings, plan, machine, inner, splits_masters=splits_masters)
     elif inner is not None and plan.optimizer.device == "nvme":
@@ -142,6 +146,8 @@ def _host_store(
     ratio = section.ratio if own.ratio is None else own.ratio
     share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), 0.0 if own.stream == "auto" else own.stream
     room = Room(machine.device, machine.world) if ratio == "auto" else None
+    if settings.zero_optimization.zenflow is not None:
+        share, streamed, room = 0.0, 0.0, None  # the rules have said so
     by_unit = streamed_update(inner, Narrow()) is not None
     if not by_unit and (share or streamed or room or own.delayed):
         warn_once(
@@ -153,7 +159,9 @@ def _host_store(
     kept = dataclasses.replace(kept, split=splits_masters, room=room_for_streams(machine.device))
     _look_for_memory(kept, plan)
     store: HostStore
-    if own.delayed and by_unit:
+    if settings.zero_optimization.zenflow is not None:
+        store = ZenFlowStore(machine.device, kept, settings.zero_optimization.zenflow)
+    elif own.delayed and by_unit:
         store = DelayedStore(machine.device, kept, room)
     else:
         auto = auto_share_of(settings, machine, inner, by_unit) if own.stream == "auto" else None

@@ -204,14 +204,18 @@ class ShardedOptimizer(BufferStates, Optimizer):
                 self.write_master(buffer, master.copy_(saved))
                 self.masters_changed(buffer)
 
-    def settle(self) -> None:
-        """Finish updates that go on beside training, sync the weights. Collective where ``ds_hf.offload.delayed`` is.
+    def settle(self, *, last: bool = False) -> None:
+        """Finish updates that go on beside training, sync the weights. Collective where ``ds_hf.offload.delayed`` or
+        ``zenflow`` is.
+
+        Args:
+            last: make those that were put off, too.
 
         Raises:
             DsHfError: the last update ended in an exception.
         """
         try:
-            for done in self.store.settle():
+            for done in self.store.settle(last=last):
                 sync_weights([gradient.buffer for gradient in done], whole=self.policy.whole)
         finally:
             if self._apply.unfinished:
@@ -223,7 +227,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
     def forget_failure(self) -> None:
         """Everything is going to be replaced by a checkpoint. Updates that are still running end first."""
         with contextlib.suppress(Exception):
-            self.settle()
+            self.settle(last=True)
         self._apply.forget_failure()
         if isinstance(self.optimizer, TensorwiseOptimizer):
             self.optimizer.forget()
@@ -231,7 +235,9 @@ class ShardedOptimizer(BufferStates, Optimizer):
             blocks.forget_errors()
 
     def bring_together(self) -> None:
-        """Before a checkpoint: let all processes have the same of what is replicated. Collective."""
+        """Before a checkpoint: let all processes have the same of what is replicated, and updates that were put off be
+        made. Collective."""
+        self.settle(last=True)
         if isinstance(self.optimizer, TensorwiseOptimizer) and self.optimizer.synchronise():
             self._apply.write_weights(dict.fromkeys(self.masters))
         for blocks, _ in self.feedback:

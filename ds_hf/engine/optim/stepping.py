@@ -32,7 +32,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.layout import Labels
 from ds_hf.errors import DsHfError
 
-__all__ = ["OptimizerPolicy", "Stepping", "sync_weights"]
+__all__ = ["OptimizerPolicy", "Stepping", "UnitsJob", "sync_weights"]
 
 _OF_CONSTRUCTORS = ("amsgrad", "maximize", "differentiable")  # of which updates of units know nothing
 
@@ -162,9 +162,9 @@ class Stepping:
         groups: Sequence[FrozenGroup],
         scale_and_skip: _ScaleAndSkip,
         batch: Sequence[GradientBuffer],
-    ) -> _UnitsJob:
+    ) -> UnitsJob:
         units = [(self.segments[g], g.settled()) for g in batch]
-        job = _UnitsJob(update, groups, scale_and_skip, units, self._note_failure)
+        job = UnitsJob(update, groups, scale_and_skip, units, self._note_failure)
         for gradient in batch:
             gradient.clear()
         return job
@@ -286,8 +286,13 @@ class _ScaleAndSkip:
         )
 
 
-class _UnitsJob:
-    """The update of some units, see ``store.Job``."""
+class UnitsJob:
+    """The update of some units, see ``store.Job``.
+
+    Attributes:
+        groups: all parameter groups, as they are in this step.
+        control: what gradients are multiplied by, and whether the step is made.
+    """
 
     def __init__(
         self,
@@ -300,7 +305,7 @@ class _UnitsJob:
         self._note_failure = failed  # before the exception is seen: it may run beside the next forward
         self.grads = [grads for _, grads in units]
         self._segments = [segments for segments, _ in units]
-        self._update, self._groups, self._control = update, groups, scale_and_skip
+        self._update, self.groups, self.control = update, groups, scale_and_skip
         for grads in self.grads:
             if grads is not None:
                 scale_and_skip.on(
@@ -309,7 +314,11 @@ class _UnitsJob:
 
     @property
     def idle(self) -> bool:
-        return self._control.forbids or all(grads is None for grads in self.grads)
+        return self.control.forbids or all(grads is None for grads in self.grads)
+
+    def replace(self, grads: Tensor, scale_and_skip: Tensor) -> None:
+        """Let the update of its one unit be by other gradients, flat, and another factor, both in host memory."""
+        self.grads, self.control = [grads], _ScaleAndSkip(scale_and_skip, scale_and_skip.device)
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         try:
@@ -336,7 +345,7 @@ class _UnitsJob:
                 elif out is not None:
                     copies.append(out[s.start : s.end])
         for (index, _), (params, given, copies) in calls.items():
-            self._update(self._groups[index], params, given, copies, self._control.on(params[0].device))
+            self._update(self.groups[index], params, given, copies, self.control.on(params[0].device))
         self.grads = [None] * len(self.grads)
 
 

@@ -102,8 +102,12 @@ class StateStore(Protocol):
     def wait_for_states(self) -> None:
         """Return when the states of all buffers are where they rest, and may be read and written there."""
 
-    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
-        """Finish updates that go on beside training; yields units whose weights are to be synced."""
+    def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
+        """Finish updates that go on beside training; yields units whose weights are to be synced.
+
+        Args:
+            last: make those that were put off, too: states are saved, or replaced.
+        """
 
     def close(self) -> None:
         """Give memory, threads and files back."""
@@ -215,7 +219,7 @@ class DeviceStore:
     def wait_for_states(self) -> None:
         """They are always there."""
 
-    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+    def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 
     def close(self) -> None:

@@ -1,0 +1,400 @@
+"""ZenFlow against the same rule in plain torch, in one process: important columns in each step, the rest by means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hf import Engine, initialize
+from ds_hf.engine.zero.gather import GatheredParameters
+from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
+from tests.helpers.distributed import run_distributed
+
+Run = tuple[list[float], dict[str, Tensor]]
+CPU = {"device": "cpu"}
+EVERY = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 4, "update_interval": 2}
+
+
+class PlainZenFlow:
+    """The rule. ``params`` take the values; masters are copies."""
+
+    def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
+        self.params, self.section = params, section
+        self.host = [param.detach().float().clone() for param in params]
+        self.adam = torch.optim.AdamW(self.host, **ADAMW)  # type: ignore[arg-type]
+        self.masks: list[Tensor] | None = None
+        self.late: list[Tensor] | None = None
+        self.rounds = 0
+
+    def step(self, grads: list[Tensor], sizes: list[Tensor]) -> None:
+        """``sizes``: what the columns are ranked by, in the shape of each gradient."""
+        self.rounds += 1
+        if self.masks is None:
+            self._host_step(grads)
+            self._land(self.host)
+            if self.rounds >= self.section.get("full_warm_up_rounds", 0):
+                self._choose(sizes)
+            return
+        self.since += 1
+        chooses = self.since % self.section["select_interval"] == 0
+        every = self.section["update_interval"]
+        updates = chooses or (self.due if every == "auto" else self.since % every == 0)
+        if updates and self.late is not None:
+            self._land(self.late)
+            self.late = None
+        for chosen, grad, mask in zip(self.chosen, grads, self.masks, strict=True):
+            chosen.grad = grad[mask]
+        self.chosen_adam.step()
+        self._land(None)
+        self.waiting = [waiting + grad for waiting, grad in zip(self.waiting, grads, strict=True)]
+        self.steps += 1
+        self._weigh(grads)
+        if updates:
+            self._host_step([waiting / self.steps for waiting in self.waiting])
+            self._wait_for_nothing()
+            if self.section.get("overlap_step") and not chooses:
+                self.late = [host.clone() for host in self.host]
+            else:
+                self._land(self.host)
+        if chooses:
+            self._choose(sizes)
+
+    def end(self) -> None:
+        """What a checkpoint does: everything is updated, columns are forgotten."""
+        if self.masks is not None:
+            if self.late is not None:
+                self._land(self.late)
+                self.late = None
+            if self.steps:
+                self._host_step([waiting / self.steps for waiting in self.waiting])
+                self._land(self.host)
+            self._to_host()
+            self.masks = None
+
+    def _host_step(self, grads: list[Tensor]) -> None:
+        for host, grad in zip(self.host, grads, strict=True):
+            host.grad = grad.clone()
+        self.adam.step()
+
+    def _land(self, values: list[Tensor] | None) -> None:
+        with torch.no_grad():
+            for index, param in enumerate(self.params):
+                if values is not None:
+                    param.copy_(values[index])
+                if self.masks is not None:
+                    param[self.masks[index]] = self.chosen[index].to(param.dtype)
+
+    def _to_host(self) -> None:
+        if self.masks is not None:
+            for host, mask, chosen in zip(self.host, self.masks, self.chosen, strict=True):
+                host[mask] = chosen
+
+    def _choose(self, sizes: list[Tensor]) -> None:
+        self._to_host()
+        self.masks = [mask_of(size, self.section["topk_ratio"]) for size in sizes]
+        self.chosen = [host[mask].clone() for host, mask in zip(self.host, self.masks, strict=True)]
+        self.chosen_adam = torch.optim.AdamW(self.chosen, **ADAMW)  # type: ignore[arg-type]
+        self.since = 0
+        self._wait_for_nothing()
+
+    def _wait_for_nothing(self) -> None:
+        self.waiting, self.steps = [torch.zeros_like(host) for host in self.host], 0
+        self.due, self.gathered = False, [(0.0, 0.0) for host in self.host]
+
+    def _weigh(self, grads: list[Tensor]) -> None:
+        """Whether the columns that wait have gathered as much as chosen ones get in a step, matrix by matrix."""
+        assert self.masks is not None
+        presses = []
+        for index, (grad, mask) in enumerate(zip(grads, self.masks, strict=True)):
+            if grad.dim() > 1:
+                of = [grad[part].abs().mean().item() for part in (~mask, mask)]
+                before = self.gathered[index]
+                self.gathered[index] = now = (before[0] + of[0], before[1] + of[1])
+                presses.append(now[0] >= now[1] / self.steps)
+        self.due = sum(presses) / len(presses) >= self.section.get("auto_ratio", 0.99)
+
+
+def mask_of(size: Tensor, share: float) -> Tensor:
+    """The elements in the columns of the largest sums; all of what has none."""
+    if size.dim() < 2:
+        return torch.ones_like(size, dtype=torch.bool)
+    sums = size.flatten(1).sum(0)
+    columns = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+    columns[sums.topk(max(1, int(len(sums) * share))).indices] = True
+    return columns.expand(len(size), -1).reshape(size.shape)
+
+
+def plain(
+    section: dict[str, Any],
+    accumulation: int,
+    world: int,
+    clip: float,
+    ends: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    scales: list[float] | None = None,
+    device: str = "cpu",
+) -> Run:
+    """Losses and final weights.
+
+    Args:
+        ends: steps after which a checkpoint is written.
+        scales: the loss scale of each step, 0 where it is skipped.
+    """
+    trained = model().to(device)
+    rule = PlainZenFlow(list(trained.parameters()), section)
+    params = rule.params = list(trained.to(dtype).parameters())
+    losses = []
+    for number, step in enumerate(batches(accumulation, world)):
+        grads, sizes = ([torch.zeros_like(param, dtype=torch.float32) for param in params] for _ in range(2))
+        total = 0.0
+        for micro in step:
+            loss = sum(trained(ids.to(device)) for ids in micro) / (accumulation * world)
+            total += loss.item()
+            scale = scales[number] or 1.0 if scales is not None else 1.0
+            for index, grad in enumerate(torch.autograd.grad(loss * scale, params)):
+                grads[index] += grad.float() / scale
+                sizes[index] += grad.float().abs()
+        losses.append(total)
+        if scales is not None and not scales[number]:
+            continue
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        factor = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
+        rule.step([grad * factor for grad in grads], sizes)
+        if number + 1 in ends:
+            rule.end()
+    if rule.late is not None:
+        rule._land(rule.late)
+    return losses, {name: param.detach().float().cpu() for name, param in trained.named_parameters()}
+
+
+def engine_of(section: dict[str, Any], stage: int, accumulation: int = 1, **more: Any) -> Engine:
+    zero = {"stage": stage, "offload_optimizer": CPU, "zenflow": section, **more.pop("zero", {})}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+        "zero_optimization": zero,
+        **more,
+    }
+    return initialize(model=model(), config=config)[0]
+
+
+def steps(engine: Engine, accumulation: int = 1, first: int = 0, last: int | None = None) -> list[float]:
+    """Mean losses over the processes."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses = []
+    for step in batches(accumulation, world)[first:last]:
+        total = torch.zeros((), device=engine.device)
+        for micro in step:
+            loss = engine(micro[rank].to(engine.device))
+            total += loss.detach().float() / (accumulation * world)
+            engine.backward(loss)
+            engine.step()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    engine._finish_update()
+    with GatheredParameters(engine.module.parameters()):
+        return {name: param.detach().float().cpu() for name, param in engine.module.named_parameters()}
+
+
+def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2e-5) -> None:
+    """A gradient that is nothing but rounding moves an element by the learning rate once columns are chosen anew; what
+    is updated at the wrong time differs by 1e-2."""
+    assert found[0] == pytest.approx(expected[0], rel=loss)
+    for name, value in expected[1].items():
+        assert ((found[1][name] - value).norm() / value.norm()).item() < weight, name
+
+
+CELLS = [
+    # stage, accumulation, clip, what of the section
+    (1, 1, 0.0, {}),
+    (2, 1, CLIP, {"overlap_step": True, "full_warm_up_rounds": 3}),
+    (2, 4, 0.0, {"offload": True}),
+    (3, 1, CLIP, {"overlap_step": True, "offload": True, "update_interval": 3, "select_interval": 7}),
+    (3, 1, 0.0, {"update_interval": 1, "select_interval": 100}),
+    (3, 4, CLIP, {"overlap_step": True, "select_interval": 5}),
+    (2, 1, 0.0, {"update_interval": "auto", "auto_ratio": 0.5, "select_interval": 8}),
+]
+
+
+def cells() -> None:
+    world = torch.distributed.get_world_size()
+    for stage, accumulation, clip, own in CELLS:
+        section = {**EVERY, **own}
+        engine = engine_of(section, stage, accumulation, gradient_clipping=clip)
+        found = steps(engine, accumulation), weights(engine)
+        engine.destroy()
+        assert_like(found, plain(section, accumulation, world, clip))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_against_plain_torch(world: int) -> None:
+    run_distributed(cells, world, timeout=100)
+
+
+def narrow_cells() -> None:
+    for dtype, section in [
+        ("bf16", EVERY),
+        ("fp16", {**EVERY, "overlap_step": True, "full_warm_up_rounds": 2}),
+        ("fp16", {**EVERY, "offload": True}),
+    ]:
+        own = {"enabled": True, **({"initial_scale_power": 17, "hysteresis": 1} if dtype == "fp16" else {})}
+        engine = engine_of(section, 2, gradient_clipping=CLIP, **{dtype: own})
+        losses, scales = [], []
+        for number in range(len(batches(1, 1))):
+            scale = engine.optimizer.loss_scaler.scale
+            losses += steps(engine, first=number, last=number + 1)
+            scales.append(scale if engine.was_step_applied() else 0.0)
+        assert (0.0 in scales) == (dtype == "fp16")
+        assert sum(map(bool, scales)) > 5
+        found = losses, weights(engine)
+        engine.destroy()
+        like, weight = (torch.bfloat16, 5e-3) if dtype == "bf16" else (torch.float16, 3e-3)
+        assert_like(found, plain(section, 1, 1, CLIP, dtype=like, scales=scales), loss=2e-3, weight=weight)
+
+
+def test_narrow_parameters_and_steps_that_overflow() -> None:
+    run_distributed(narrow_cells, 1, timeout=60)
+
+
+HALF = 6  # within an interval, and while an update is under way
+PARTLY = {**EVERY, "overlap_step": True, "full_warm_up_rounds": 3, "select_interval": 5, "update_interval": 2}
+
+
+def save(folder: str) -> None:
+    engine = engine_of(PARTLY, 2)
+    losses = steps(engine, last=HALF)
+    engine.save_checkpoint(folder)
+    losses += steps(engine, first=HALF)
+    found = losses, weights(engine)
+    engine.destroy()
+    assert_like(found, plain(PARTLY, 1, torch.distributed.get_world_size(), 0.0, ends=(HALF,)))
+
+
+def resume(folder: str, stage: int) -> None:
+    """On any number of processes: all get what two processes get."""
+    engine = engine_of(PARTLY, stage)
+    trained = batches(1, 2)
+    engine.load_checkpoint(folder)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for (micro,) in trained[HALF:]:
+        loss = engine(micro[rank]) if world == 2 else engine(torch.cat(list(micro)))
+        engine.backward(loss)
+        engine.step()
+    found: Run = [], weights(engine)
+    engine.destroy()
+    assert_like(found, ([], plain(PARTLY, 1, 2, 0.0, ends=(HALF,))[1]))
+
+
+def test_a_checkpoint_ends_an_interval_and_continues_on_any_number_of_processes(tmp_path: Path) -> None:
+    run_distributed(save, 2, str(tmp_path), timeout=60)
+    run_distributed(resume, 2, str(tmp_path), 3, timeout=60)
+    run_distributed(resume, 1, str(tmp_path), 1, timeout=60)
+
+
+def without_zenflow(folder: str) -> None:
+    """What ZenFlow has saved is what plain offload saves, and the other way round."""
+    engine = engine_of(PARTLY, 2)
+    steps(engine, last=HALF)
+    engine.save_checkpoint(folder)
+    expected = weights(engine)
+    engine.destroy()
+    other = engine_of(PARTLY, 3, zero={"zenflow": None})
+    other.load_checkpoint(folder)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+    steps(other, first=HALF)
+    other.save_checkpoint(folder)
+    expected = weights(other)
+    other.destroy()
+    engine = engine_of(PARTLY, 1)
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+    steps(engine, first=HALF)
+    engine.destroy()
+
+
+def test_checkpoints_go_to_and_from_plain_offload(tmp_path: Path) -> None:
+    run_distributed(without_zenflow, 2, str(tmp_path), timeout=60)
+
+
+def written_masters() -> None:
+    """What is written between steps is kept, chosen or not, and what is read is the newest."""
+    import deepspeed
+
+    for section in ({**EVERY, "overlap_step": True}, {**EVERY, "offload": True}):
+        engine = engine_of({**section, "select_interval": 50}, 2)
+        steps(engine, last=4)
+        param = engine.module.blocks[0].up.weight
+        now = deepspeed.utils.safe_get_full_fp32_param(param)
+        if not section.get("overlap_step"):
+            assert torch.equal(now, param.detach())
+        deepspeed.utils.safe_set_full_fp32_param(param, now + 1.0)
+        assert torch.equal(param.detach(), now + 1.0)
+        steps(engine, first=4, last=8)
+        weights(engine)
+        moved = (param.detach() - now - 1.0).abs().max().item()
+        assert 0 < moved < 0.02, moved
+        engine.destroy()
+
+
+def test_masters_that_are_written() -> None:
+    run_distributed(written_masters, 2, timeout=60)
+
+
+def frozen_for_a_while() -> None:
+    engine = engine_of({**EVERY, "overlap_step": True, "select_interval": 50}, 2)
+    steps(engine, last=4)
+    block = engine.module.blocks[0]
+    for param in block.parameters():
+        param.requires_grad_(False)
+    steps(engine, first=4, last=5)
+    engine._finish_update()
+    before = block.up.weight.detach().clone()
+    steps(engine, first=5, last=8)
+    engine._finish_update()
+    assert torch.equal(block.up.weight.detach(), before)
+    for param in block.parameters():
+        param.requires_grad_(True)
+    steps(engine, first=8)
+    engine._finish_update()
+    assert not torch.equal(block.up.weight.detach(), before)
+    engine.destroy()
+
+
+def test_parameters_that_are_frozen_for_a_while() -> None:
+    run_distributed(frozen_for_a_while, 2, timeout=60)
+
+
+def fine_tuned() -> list[float]:
+    """Losses on held-out text: before, by plain offload, by ZenFlow."""
+    from benchmarks import zenflow
+
+    section = zenflow.zenflow(select_interval=40)
+    of, other = zenflow.text(held_out=False), zenflow.text(held_out=True)
+    learnt = zenflow.model(1)
+    zenflow.train(learnt, None, of, 101, 400, 1.0)
+    begun = {name: value.float().clone() for name, value in learnt.state_dict().items()}
+    found = [zenflow.held_out_loss(learnt, other)]
+    for each in (None, section):
+        made = zenflow.model(1)
+        made.load_state_dict(begun)
+        zenflow.train(made, each, of, 1, 80, zenflow.FINE)
+        found.append(zenflow.held_out_loss(made, other))
+    return found
+
+
+@pytest.mark.slow
+def test_fine_tuning_learns_what_plain_offload_does() -> None:
+    ((before, plainly, putting_off),) = run_distributed(fine_tuned, 1, timeout=100)
+    assert plainly < before
+    assert putting_off < before - 0.5 * (before - plainly)
+    assert putting_off < 1.005 * plainly
