@@ -110,9 +110,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    """Without the C++ library, of which each worker that comes here would compile its own."""
+    return _wheel(checkout, tmp_path_factory.mktemp("wheel"), CXX="/bin/false")
+
+
+def _wheel(checkout: Path, folder: Path, **variables: str) -> Path:
     build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, checkout]
-    _run(sys.executable, *build)
+    _run(sys.executable, *build, **variables)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -127,11 +131,12 @@ def editable_wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def install(environment: Environment, checkout: Path, wheel: Path, editable_wheel: Path) -> Install:
+def install(environment: Environment, checkout: Path, request: pytest.FixtureRequest) -> Install:
     """Install ds-hf, as a wheel or editable, and return the compat folder it is served from."""
 
     def run(mode: str) -> Path:
-        environment.pip("install", "-q", "--no-deps", "--no-compile", wheel if mode == "wheel" else editable_wheel)
+        built: Path = request.getfixturevalue("wheel" if mode == "wheel" else "editable_wheel")
+        environment.pip("install", "-q", "--no-deps", "--no-compile", built)
         return (environment.site_packages if mode == "wheel" else checkout) / "ds_hf" / "compat"
 
     return run
@@ -179,9 +184,8 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.slow
-def test_both_kinds_of_install_hold_the_library(
-    wheel: Path, editable_wheel: Path, checkout: Path, tmp_path: Path
-) -> None:
+def test_both_kinds_of_install_hold_the_library(editable_wheel: Path, checkout: Path, tmp_path: Path) -> None:
+    wheel = _wheel(checkout, tmp_path / "wheel")
     assert re.fullmatch(r"ds_hf-.*-py3-none-linux_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith(LIBRARIES)}

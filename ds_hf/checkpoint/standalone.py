@@ -54,7 +54,7 @@ def standalone_script() -> str:
                 imports.add(ast.unparse(node))
             elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("ds_hf."):
                 names.setdefault(str(node.module), set()).update(map(ast.unparse, node.names))
-            if isinstance(node, ast.Import | ast.ImportFrom) or ast.unparse(node).startswith("__all__ ="):
+            if isinstance(node, ast.Import | ast.ImportFrom) or lines[node.lineno - 1].startswith("__all__ ="):
                 del lines[node.lineno - 1 : node.end_lineno]
         bodies.append("\n".join(lines[doc.end_lineno :]).strip("\n"))
     first, *others = (f"from {module} import {', '.join(sorted(found))}" for module, found in sorted(names.items()))

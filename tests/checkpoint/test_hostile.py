@@ -52,6 +52,7 @@ from tests.checkpoint.hostile import (
     safetensors,
 )
 from tests.engine.checkpoint.workload import config, engine_of, train
+from tests.helpers.interpreter import python
 from tests.helpers.mutations import LONG, examples, exchanged, wrong_file
 
 Mutation = Callable[[Path, random.Random], Any]  # of the checkpoint's folder
@@ -459,8 +460,7 @@ def test_nothing_beside_a_checkpoint_changes(victim: Victim, folder: Path) -> No
 def test_the_limit_holds() -> None:
     """The measurements above would mean nothing if the limit did not work."""
     code = f"from tests.checkpoint.hostile import limit_memory; limit_memory({MEMORY}); bytearray(10**9)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "MemoryError" in done.stderr
+    assert "MemoryError" in python("-c", code).stderr
     assert limit_memory is not None
 
 

@@ -28,6 +28,7 @@ from ds_hf.errors import CheckpointError
 from tests.checkpoint.hostile import killed_at
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
+from tests.helpers.interpreter import python
 
 NAMES = set(Model().state_dict())
 
@@ -184,17 +185,14 @@ def _run(script: Path, *arguments: object, alone: bool = False) -> subprocess.Co
     """Run the script; ``alone``: with no way to import ds_hf."""
     assert script.read_text().startswith("#!/usr/bin/env python\n")
     command = [str(script), *map(str, arguments)]
-    if alone:
-        block = (
-            "import runpy, sys; sys.modules['ds_hf'] = None; sys.argv = sys.argv[1:]; "
-            "runpy.run_path(sys.argv[0], run_name='__main__')"
-        )
-        command = [sys.executable, "-c", block, *command]
-    else:
-        command = [sys.executable, *command]
-    # an installed ds_hf would be loaded by torch itself
-    env = {**os.environ, **({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if alone else {})}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if not alone:
+        return python(*command)
+    block = (
+        "import runpy, sys; sys.modules['ds_hf'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed ds_hf would be loaded by torch itself
+    return subprocess.run([sys.executable, "-c", block, *command], capture_output=True, text=True, check=False, env=env)
 
 
 def test_script_needs_only_torch_and_safetensors(checkpoints: Any, tmp_path: Path) -> None:

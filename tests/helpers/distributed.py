@@ -51,6 +51,7 @@ PRELOAD = [
     "peft",
     "pytest",
     "tests.helpers.distributed",
+    "tests.helpers.warm",
 ]
 SOON_S = 0.2  # after a rank that failed: what it is the cause of, or the cause itself, is there by then
 TAIL_CHARS = 12000
