@@ -66,9 +66,7 @@ def _imports(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _imports_in(tree: ast.AST, packages: Collection[str]) -> Iterator[tuple[str, str]]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Try | ast.expr) or (
-            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        ):
+        if isinstance(node, ast.expr | ast.Try) or getattr(getattr(node, "test", 0), "id", "") == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in packages:
             yield from ((node.module, alias.name) for alias in node.names)
