@@ -10,14 +10,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.command import Command
+from ds_hf.autotune.division import division_of
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
-from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Watch, launch_words, samplers
+from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, stands_beside
+from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
 from ds_hf.measure.protocol import TrialRequest
@@ -56,10 +57,14 @@ class Launches:
         self.tree = problem.config.resolved
         self.started = time.monotonic()
         self._machine: dict[str, Level] = {}  # of the first launch
+        self._there: Setting | None = None  # of processes that stay
+        self._stays = True  # until an engine failed that was made in the place of another one
         self._weights: dict[str, float] = {}
 
     def refer(self, events: Mapping[str, Any]) -> None:
-        """Compare with the launch that said this."""
+        """Compare with the launch that said this; where it cut layers, engines cannot follow each other."""
+        experts = (self.tree.get("expert_parallel") or {}).get("enabled")
+        self._stays = not experts and division_of(events.get("facts") or {}).tensor == 1
         self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
         split = events.get("split") or {}
         if "compute" in split:
@@ -104,14 +109,35 @@ class Launches:
             best: seconds a sample of one process so far. longest: look for the longest samples, which takes time.
             data: processes that read different samples, where those are not as many as the user's batch is for.
         """
-        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
-                                machine={kind: level.seconds for kind, level in self._machine.items()},
-                                longest=longest)  # fmt: skip
         tree, values = config_of(self.tree, setting), {}
         if data is not None:
             tree, values = self.final_config(setting, sizes[0], data), _batch_of(sizes[0])
         config = self._write_config(name, tree)
-        return self._compare(self._launch(name, self.command.words(config, values), request, watch))
+        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
+                                machine={kind: level.seconds for kind, level in self._machine.items()},
+                                longest=longest, config=str(config),
+                                further=int(self._stays and data is None))  # fmt: skip
+        goes_on = self.goes_on(setting)
+        words = self.command.words(config, values)
+        outcome = self._launch(name, words, request, watch, goes_on=goes_on)
+        if goes_on and outcome.kind != "ok":  # that may be what the engine before has left: once more from the start
+            self._stays = outcome.kind == "oom"
+            spent, request = outcome.seconds, replace(request, further=int(self._stays))
+            outcome = self._launch(name, words, request, watch)
+            outcome.seconds += spent
+        outcome.events["launch"] = {"goes_on": goes_on}
+        self._there = setting if request.further and outcome.kind == "ok" else None
+        return self._compare(outcome)
+
+    def goes_on(self, setting: Setting) -> bool:
+        """Whether the processes of the launch before can measure it."""
+        return self._there is not None and stands_beside(self._there, setting)
+
+    def close(self) -> None:
+        """End the processes that stay."""
+        self._there = None
+        if isinstance(self.run, Runner):
+            self.run.close()
 
     def natural(
         self,
@@ -187,12 +213,19 @@ class Launches:
         )
 
     def _launch(
-        self, name: str, words: list[str], request: TrialRequest, watch: Watch | None, overtime: float = 1.0
+        self,
+        name: str,
+        words: list[str],
+        request: TrialRequest,
+        watch: Watch | None,
+        overtime: float = 1.0,
+        *,
+        goes_on: bool = False,
     ) -> LaunchOutcome:
-        options = self.options
+        options, self._there = self.options, None
         whole = launch_words(options.launcher, self.problem.processes, words)
         timeout = min(options.trial_timeout, overtime * max(LEAST_SECONDS, self.left))
-        return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout), watch)
+        return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout, goes_on), watch)
 
     def _folder(self, name: str) -> Path:
         return self.options.results_dir / "trials" / name

@@ -66,6 +66,11 @@ class Record:
         return label_of(self.setting)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it was measured in processes that were there."""
+        return bool(self.events.get("launch", {}).get("goes_on"))
+
+    @property
     def waits_for_data(self) -> bool:
         """Whether the script's own steps wait for data for long enough to do something about it."""
         return wait_share(self.natural, self.waits) >= LEAST_WAIT

@@ -38,7 +38,7 @@ from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, headline, make_result, summary_lines, write_result
 from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import JOURNAL, Search
-from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers, run_launch
+from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers
 from ds_hf.autotune.view import View
 from ds_hf.autotune.workers import try_workers
 from ds_hf.config.load import examine
@@ -58,13 +58,13 @@ _TRIPPED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
 UNNAMED_S = 10.0  # that a lock may take to get its writer's name
 
 
-def tune(words: Sequence[str], options: Options, console: Console | None = None, run: Run = run_launch) -> Result:
+def tune(words: Sequence[str], options: Options, console: Console | None = None, run: Run | None = None) -> Result:
     """Find the fastest configuration for ``train.py <its arguments> --deepspeed ds_config.json``.
 
     Args:
         words: the script with its arguments, or a whole line of torchrun, ``accelerate launch``, deepspeed or trl.
         console: where to show progress; ``None`` shows nothing.
-        run: starts a launch; tests give another one.
+        run: runs a launch; tests give another one.
 
     Raises:
         ConfigError: the command, the file or an option is wrong.
@@ -86,7 +86,11 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     view = View(console or Console(), options, quiet=console is None)
     resumed = _prepare_folder(problem)
     with _what_is_there(problem, resumed):
-        return _search(Search(problem, view, run), view)
+        search = Search(problem, view, run)
+        try:
+            return _search(search, view)
+        finally:
+            search.launches.close()
 
 
 def _search(search: Search, view: View) -> Result:
@@ -99,6 +103,7 @@ def _search(search: Search, view: View) -> Result:
                 _begin_where_earlier_ones_ended(search, view)
             view.flops = search.flops
             search.search()
+            search.launches.close()
     except KeyboardInterrupt:
         if not hasattr(search, "model"):
             raise

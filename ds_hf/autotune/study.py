@@ -39,7 +39,7 @@ from ds_hf.autotune.records import (
     worker_attributes,
 )
 from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points, told_up_front
-from ds_hf.autotune.trial import LaunchOutcome, Point, run_launch, samplers
+from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, samplers
 from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
 from ds_hf.host import has_gpu
@@ -57,6 +57,7 @@ BLAME = 0.9  # of a failure is the setting's; the rest is chance
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
+GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
 STARTUP = 4  # launches before Optuna's sampler has an opinion
 TIE = 1e-6  # what a second a sample counts where samples at once do
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
@@ -95,9 +96,9 @@ class Search:
         own: record of the user's file. model, space: known after ``begin``.
     """
 
-    def __init__(self, problem: Problem, view: View, run: Run = run_launch) -> None:
+    def __init__(self, problem: Problem, view: View, run: Run | None = None) -> None:
         self.problem, self.view = problem, view
-        self.launches = Launches(problem, run)
+        self.launches = Launches(problem, run or Runner())
         self.options, self.command = problem.options, problem.command
         self.folder = self.options.results_dir
         self.study = self._open()
@@ -249,16 +250,16 @@ class Search:
     def _choose(self) -> Setting | None:
         """The next setting; ``None``, with the reason, when there is none."""
         ranked = self._ranked()
-        self.view.expect(min(self.left, self.typical() * (len(self._hopeful(ranked)) + self._after())))
-        self.why_stopped = self._reason_to_stop()
+        hopeful = [setting for _, setting in self._hopeful(ranked)]
+        self.view.expect(min(self.left, sum(map(self._takes, hopeful)) + self.typical() * self._after()))
+        self.why_stopped = self._reason_to_stop(min(map(self._takes, hopeful), default=self.typical()))
         if self.why_stopped:
             return None
         if not ranked:
             self.why_stopped = "every setting that can fit was measured"
             return None
         if self.options.sampler == "exhaustive":
-            return ranked[0][1]
-        hopeful = [setting for _, setting in self._hopeful(ranked)]
+            return next((each for each in hopeful if self.launches.goes_on(each)), hopeful[0])
         if not hopeful:
             self.why_stopped = f"none of the remaining launches is expected to gain {WORTH:.1%}, by the corrected model"
             return None
@@ -267,13 +268,21 @@ class Search:
             return next(s for s in self.space.settings() if key_of(s) in {key_of(h) for h in hopeful})
         if self.options.sampler == "random" or (launches >= STARTUP and launches % EXPLORE_EVERY == 0):
             return self._suggested({key_of(setting) for _, setting in ranked}) or hopeful[0]
-        return hopeful[0]
+        affordable = [(gain / self._takes(s), s) for gain, s in self._hopeful(ranked) if self._is_affordable(s)]
+        return max(affordable, key=lambda each: each[0])[1] if affordable else hopeful[0]
 
-    def _reason_to_stop(self) -> str:
+    def _is_affordable(self, setting: Setting) -> bool:
+        return self._takes(setting) + self.typical() * self._after() <= self.left
+
+    def _reason_to_stop(self, takes: float) -> str:
+        """
+        Args:
+            takes: seconds of what would be next.
+        """
         launched = self.launched()
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
-        if self.typical() * (1 + self._after()) > self.left:
+        if takes + self.typical() * self._after() > self.left:
             kept = ", with the rest kept for the learning rate" if self.options.lr else ""
             return f"the budget of {self.options.budget * (1 - LR_SHARE * self.options.lr):g} s is spent{kept}"
         since = self._launches_since_gain(launched)
@@ -290,9 +299,16 @@ class Search:
         return self.launches.left - LR_SHARE * self.options.lr * self.options.budget
 
     def typical(self) -> float:
-        """Seconds of a launch."""
-        others = sorted(record.seconds for record in self.launched() if not record.own)
+        """Seconds of a launch, its start included."""
+        others = sorted(record.seconds for record in self.launched() if not record.own and not record.goes_on)
         return others[len(others) // 2] if others else FIRST_SHARE * self.own.seconds
+
+    def _takes(self, setting: Setting) -> float:
+        """Seconds to measure a setting from here."""
+        if not self.launches.goes_on(setting):
+            return self.typical()
+        others = sorted(record.seconds for record in self.launched() if record.goes_on)
+        return others[len(others) // 2] if others else GOES_ON_SHARE * self.typical()
 
     def _after(self) -> int:
         """Launches for which time is kept: the two best and the user's file in a turn, and one with more workers."""
@@ -427,7 +443,7 @@ class Search:
         sizes = self._sizes(setting)
         predictions = {size[0]: self.model.predict(setting, *size) for size in sizes}
         predicted = {micro: (found.seconds, found.nbytes) for micro, found in predictions.items()}
-        self.view.started(number, setting, predicted)
+        self.view.started(number, setting, predicted, goes_on=self.launches.goes_on(setting))
         self.study.enqueue_trial(setting)
         with _quiet():
             trial = self.study.ask()

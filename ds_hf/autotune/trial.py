@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 
 from ds_hf.autotune.load import LoadMeter, gpu_share
-from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file, read_events
 from ds_hf.processes import start_program
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["Launch", "LaunchOutcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
+__all__ = ["Launch", "LaunchOutcome", "Point", "Runner", "kill_leftovers", "launch_words", "samplers"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything
@@ -130,13 +130,18 @@ def samplers(facts: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: words, the folder for its files, and the limits in seconds."""
+    """What to start: words, the folder for its files, and the limits in seconds.
+
+    Attributes:
+        goes_on: only keys differ from the launch before that its processes can change, if they have stayed.
+    """
 
     words: Sequence[str]
     folder: Path
     request: TrialRequest
     timeout: float
     stall: float
+    goes_on: bool = False
 
 
 def launch_words(launcher: Sequence[str], processes: int, words: Sequence[str]) -> list[str]:
@@ -147,51 +152,104 @@ def launch_words(launcher: Sequence[str], processes: int, words: Sequence[str]) 
     return [*run, *words]
 
 
-def run_launch(launch: Launch, watch: Watch | None = None) -> LaunchOutcome:
-    """Run to its end.
+class Runner:
+    """Runs launches to their ends, one after the other; called as tests' worlds are.
 
-    Args:
-        watch: is told every event.
+    Processes whose launch ``stays`` wait for the next one. If that ``goes_on`` it is theirs, else they are ended.
     """
-    folder = launch.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    launch.request.write(folder / "request.json")
-    replace_file(folder / "command.txt", shlex.join(launch.words) + "\n")
-    Path(launch.request.events).unlink(missing_ok=True)
-    outcome = LaunchOutcome("ok", events={"load": {"gpu": gpu_share()}})
-    start = time.monotonic()
-    (folder / "output.log").unlink(missing_ok=True)  # it may be a link
-    with (folder / "output.log").open("xb") as output:
-        process = start_program(
-            launch.words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                **LIBRARIES_THAT_UPLOAD,
-                "PYTHONFAULTHANDLER": "1",
-                TRIAL_ENV: str(folder / "request.json"),
-            },
-        )
-        replace_file(folder / "pid", f"{process.pid} {psutil.Process(process.pid).create_time()}")
+
+    def __init__(self) -> None:
+        self._staying: _Started | None = None
+
+    def __call__(self, launch: Launch, watch: Watch | None = None) -> LaunchOutcome:
+        """Run one.
+
+        Args:
+            watch: is told every event.
+        """
+        launch.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(launch.folder / "command.txt", shlex.join(launch.words) + "\n")
+        Path(launch.request.events).unlink(missing_ok=True)
+        outcome = LaunchOutcome("ok", events={"load": {"gpu": gpu_share()}})
+        start = time.monotonic()
+        started, self._staying = self._staying, None
+        if started is not None and not (launch.goes_on and started.alive):
+            started.end()
+            started = None
+        if started is None:
+            started = _Started(launch)
+        else:
+            started.ask(launch.request)
+        stays = False
         try:
-            ended = _watch(process, launch, outcome, watch)
+            ended = _watch(started, launch, outcome, watch)
+            stays = ended == "stays"
         finally:
-            _end(folder, process.pid, stacks=False)
-            process.wait()
-            (folder / "pid").unlink(missing_ok=True)
-    for event, _ in _rest(launch, outcome):
-        outcome.take(event)
-    outcome.seconds = time.monotonic() - start
-    outcome.tail = _tail(folder / "output.log")
-    _judge(outcome, ended, process.returncode, launch)
-    return outcome
+            if not stays:
+                started.end()
+        for event, _ in _rest(launch, outcome):
+            outcome.take(event)
+        outcome.seconds = time.monotonic() - start
+        outcome.tail = _tail(started.log)
+        _judge(outcome, ended, started.process.returncode or 0, launch, started.log)
+        if stays:
+            self._staying = started
+        return outcome
+
+    def close(self) -> None:
+        """End what waits."""
+        started, self._staying = self._staying, None
+        if started is not None:
+            started.end()
 
 
-def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: LaunchOutcome, watch: Watch | None) -> str:
-    """Read events until the process ends or must be ended; says which."""
-    events, log = Path(launch.request.events), launch.folder / "output.log"
+class _Started:
+    """The processes of a launch, and where their output goes."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.folder = launch.folder.resolve()
+        self.log = self.folder / "output.log"
+        self.number = launch.request.further
+        launch.request.write(self.folder / "request.json")
+        for old in self.folder.glob("further-*.json"):  # of a search that was killed
+            old.unlink()
+        self.log.unlink(missing_ok=True)  # it may be a link
+        with self.log.open("xb") as output:
+            self.process = start_program(
+                launch.words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    **LIBRARIES_THAT_UPLOAD,
+                    "PYTHONFAULTHANDLER": "1",
+                    TRIAL_ENV: str(self.folder / "request.json"),
+                },
+            )
+        born = psutil.Process(self.process.pid).create_time()
+        replace_file(self.folder / "pid", f"{self.process.pid} {born}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether they can be asked."""
+        return self.process.poll() is None
+
+    def ask(self, request: TrialRequest) -> None:
+        """A further request."""
+        request.write(further_file(self.folder / "request.json", self.number))
+        self.number += 1
+
+    def end(self) -> None:
+        """Them, and all that they started."""
+        _end(self.folder, self.process.pid, stacks=False)
+        self.process.wait()
+        (self.folder / "pid").unlink(missing_ok=True)
+
+
+def _watch(started: _Started, launch: Launch, outcome: LaunchOutcome, watch: Watch | None) -> str:
+    """Read events until the process ends or must be ended, or has measured everything and stays; says which."""
+    events, log, process = Path(launch.request.events), started.log, started.process
     start = life = time.monotonic()
     offset = written = 0
     load = LoadMeter(process.pid)
@@ -206,13 +264,15 @@ def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: LaunchOutc
             if watch is not None:
                 watch(event)
         outcome.events["offset"] = {"offset": offset}
+        if running and "done" in outcome.events and launch.request.further:
+            return "stays"
         if not running or ("done" in outcome.events and time.monotonic() - life > GRACE_SECONDS):
             return "ended"
         if log.stat().st_size != written:
             written, life = log.stat().st_size, time.monotonic()
         now = time.monotonic()
         if now - start > launch.timeout or now - life > launch.stall:
-            _end(launch.folder, process.pid, stacks=True)
+            _end(started.folder, process.pid, stacks=True)
             return "timeout" if now - start > launch.timeout else "hang"
         time.sleep(POLL_SECONDS)
 
@@ -222,12 +282,12 @@ def _rest(launch: Launch, outcome: LaunchOutcome) -> list[tuple[dict[str, Any], 
     return list(read_events(Path(launch.request.events), offset))
 
 
-def _judge(outcome: LaunchOutcome, ended: str, code: int, launch: Launch) -> None:
+def _judge(outcome: LaunchOutcome, ended: str, code: int, launch: Launch, log: Path) -> None:
     """Set ``kind`` and ``reason``."""
     if ended in ("timeout", "hang"):
         limit = launch.timeout if ended == "timeout" else launch.stall
         did = "took longer than" if ended == "timeout" else "was silent for"
-        outcome.kind, outcome.reason = ended, f"{did} {limit:g} s; its stacks are in {launch.folder / 'output.log'}"
+        outcome.kind, outcome.reason = ended, f"{did} {limit:g} s; its stacks are in {log}"
     elif "facts" not in outcome.events:
         _judge_without_engine(outcome, code)
     elif "done" in outcome.events and (outcome.points or outcome.natural):

@@ -107,15 +107,27 @@ class View:
         seconds, then = self._left
         return f"{duration(spent)} passed, about {duration(max(0.0, min(least, seconds - (now - then))))} left"
 
-    def started(self, number: int, setting: Setting | str, predicted: dict[int, tuple[float, int]] | None) -> None:
-        """A launch begins, after ``number`` that an earlier run of this search made."""
+    def started(
+        self,
+        number: int,
+        setting: Setting | str,
+        predicted: dict[int, tuple[float, int]] | None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """A launch begins, after ``number`` that an earlier run of this search made.
+
+        Args:
+            goes_on: in the processes of the one before.
+        """
         self.count = max(self.count, number) + 1
         self.now = setting if isinstance(setting, str) else label_of(setting)
         self.detail = ""
         if predicted:
             micro, (seconds, nbytes) = next(iter(predicted.items()))
             self.detail = f"expected {seconds * 1e3:,.0f} ms/step, {gib(nbytes)} at micro-batch {micro}"
-        self._say(f"[{self.eta()}] launch {self.count}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
+        said = [f"launch {self.count}{', in the same processes' if goes_on else ''}: {self.now}"]
+        self._say(f"[{self.eta()}] " + " ".join([*said, *([f"({self.detail})"] if self.detail else [])]))
 
     def event(self, event: dict[str, Any]) -> None:
         """The engine said something."""

@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,28 @@ from ds_hf.measure.saving import LR_ENV
 __all__ = ["WORTH_SAYING", "build_engine", "training_ranks", "whole_model_advice"]
 
 E = TypeVar("E", bound=CoreEngine)
+F = TypeVar("F", bound=Callable[..., Any])
 Prepare = Callable[[Config, nn.Module, Any, Iterable[Any] | None], Iterable[Any] | None]
 
 
+def _repeatable(build: F) -> F:
+    """In a trial of the autotuner, which makes further engines of the same arguments with other keys."""
+
+    @wraps(build)
+    def run(model: nn.Module, source: Any, **given: Any) -> CoreEngine:
+        if not os.environ.get(TRIAL_ENV):
+            return build(model, source, **given)  # type: ignore[no-any-return]
+        from ds_hf.engine.observe.probes.trial.further import Given
+
+        kept = Given(given)
+        engine: CoreEngine = build(model, source, **kept.arguments)
+        engine.remake = lambda config: build(model, config, **kept.again())
+        return engine
+
+    return cast(F, run)
+
+
+@_repeatable
 def build_engine(
     model: nn.Module,
     source: Any,

@@ -74,6 +74,7 @@ class CoreEngine(nn.Module):
         monitor: writes events where the configuration says; users may give it theirs.
         kept: what features keep in checkpoints, by name: objects with ``state_dict`` and ``load_state_dict``.
         step_hooks: called with the engine after each optimizer step; users may append theirs.
+        remake: in a trial of the autotuner, makes another engine of ``initialize``'s arguments and a configuration.
         global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
     """
 
@@ -108,6 +109,7 @@ class CoreEngine(nn.Module):
         self.events = parts.events
         self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
         self.kept: dict[str, Any] = {}
+        self.remake: Callable[[dict[str, Any]], CoreEngine] | None = None
         self._open_monitor = monitor
         self._destroyed = False
         if self.optimizer is not None:

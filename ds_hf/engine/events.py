@@ -126,6 +126,11 @@ class Events:
         self._interceptor = interceptor
         self._sort()
 
+    @property
+    def interceptor(self) -> Interceptor | None:
+        """What stands before the engine."""
+        return self._interceptor
+
     # -- what the engine says -------------------------------------------------------------------------------------
 
     def phase(self, name: Phase, /, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_object, replace_file
 
-__all__ = ["TRIAL_ENV", "TrialRequest", "read_events"]
+__all__ = ["TRIAL_ENV", "TrialRequest", "further_file", "read_events"]
 
 TRIAL_ENV = "DS_HF_TRIAL"
 
@@ -61,6 +61,9 @@ class TrialRequest:
         best: seconds a sample of the best point known; much slower ones get few steps. machine: how fast the machine
             was at that (kind of probe -> seconds of a beat); empty where it is not known.
         finish: end the process when everything is measured; otherwise restore the state and let the script go on.
+        config: the configuration with which the script was started, or to which its engine is to be changed.
+        further: number of the file in this one's folder (``further_file``) in which the next request will be, for the
+            same processes, which wait for it; 0: there will be none.
     """
 
     events: str
@@ -80,6 +83,8 @@ class TrialRequest:
     best: float | None = None
     machine: dict[str, float] = field(default_factory=dict)
     finish: bool = True
+    config: str | None = None
+    further: int = 0
 
     def write(self, path: Path) -> None:
         """Save as JSON."""
@@ -107,6 +112,11 @@ class TrialRequest:
                 "unset it",
                 source=str(path)[:300],
             ) from harmless(error)
+
+
+def further_file(first: Path, number: int) -> Path:
+    """Where a request for the processes that were started with ``first`` lies."""
+    return first.parent / f"further-{number}.json"
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

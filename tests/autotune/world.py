@@ -1,6 +1,6 @@
 """A world with known answers in place of launches: times and memory by formula, so that the optimum is known.
 
-``World.run`` has the signature of ``run_launch``: it reads the configuration that the search wrote, and answers with
+``World.run`` is called as a ``Runner``: it reads the configuration that the search wrote, and answers with
 the events that an engine would have written. Nothing is measured, so every figure is the same on every machine.
 """
 
@@ -25,7 +25,7 @@ class World:
 
     Attributes:
         memory: bytes of a device. launched: settings in the order of their launches; again: of those that confirm.
-        points: how many were measured.
+        starts: of processes. points: how many were measured.
         spent: seconds of all launches.
         fail: stage -> kind of an outcome that takes the place of measuring.
         numel, dtype: of the parameters. processes, micro, steps: of the user's command.
@@ -40,6 +40,7 @@ class World:
     spent: float = 0.0
     launched: list[dict[str, Any]] = field(default_factory=list)
     again: list[dict[str, Any]] = field(default_factory=list)
+    starts: int = 0
     points: int = 0
     fail: dict[int, str] = field(default_factory=dict)
     before: Callable[[int], None] = lambda number: None
@@ -57,8 +58,10 @@ class World:
         """Of the user's step, as a profile would show it; ``None``: there was none."""
         return None
 
+    start_seconds: float = 6.0
+
     def launch_seconds(self, compiled: bool, points: int) -> float:
-        """Of a launch."""
+        """Of a launch, whose processes take ``start_seconds`` of it to start."""
         return 10.0
 
     def nbytes(self, stage: int, checkpointing: bool, micro: int, compiled: bool = False) -> int:
@@ -78,6 +81,10 @@ class World:
         kind = self.again if Path(request.events).parent.name.startswith("again") else self.launched
         kind.append({"stage": stage, "checkpointing": checkpointing, "compiled": compiled})
         outcome = LaunchOutcome("ok", seconds=self.launch_seconds(compiled, len(request.points) or 1))
+        if launch.goes_on:
+            outcome.seconds -= self.start_seconds
+        else:
+            self.starts += 1
         self.spent += outcome.seconds
         events: list[dict[str, Any]] = [self.facts()]
         if stage in self.fail and not request.own_axis:
@@ -194,6 +201,7 @@ class TwoH200(World):
     each: tuple[float, ...] = (0.0, 0.0, 4.0, 8.0)
     update: float = 4.9
     norms: float = 6.2
+    start_seconds: float = 20.0
 
     def compute(self, checkpointing: bool, compiled: bool, micro: int) -> float:
         whole = self.compiled if compiled else self.eager

@@ -27,6 +27,7 @@ from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
 from ds_hf.engine.observe.probes.trial.clock import Clock
+from ds_hf.engine.observe.probes.trial.further import follow
 from ds_hf.engine.observe.probes.trial.memory import memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
@@ -101,7 +102,10 @@ class Driver:
             self.measured = True
             if self.request.finish:
                 self._guard.watch_files()
-            self._measure(args, dict(kwargs))
+            self.measure(args, dict(kwargs))
+            if self.request.further:
+                self.say_done()
+                follow(self, args, dict(kwargs))
             if self.request.natural_steps == 0:
                 self._finish()
             else:
@@ -110,7 +114,9 @@ class Driver:
             self._waited = self.loaders.waited
         return method(*args, **kwargs)
 
-    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Replay every point of the request on this batch."""
+        self.measured = True
         numel = batch_numel(args, kwargs)
         points = self._points()  # before a replay changes the engine's batch sizes
         if not points or numel is None:
@@ -231,15 +237,19 @@ class Driver:
             levels[kind] = (math.sqrt(after[kind] * self._machine[kind]), max(abs(change) / 2, NATURAL_ERROR))
         self.emit("machine", phase="natural", levels=levels, drift=math.exp(max(map(abs, changes))))
 
-    def _finish(self) -> None:
-        """Say so, and end the process or leave the engine alone."""
+    def say_done(self) -> None:
+        """Everything is measured."""
         self.done = True
         self.emit("peak", nbytes=self.meter.peak())
         self.emit("done")
-        self.loaders.remove()
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _finish(self) -> None:
+        """Say so, and end the process or leave the engine alone."""
+        self.say_done()
+        self.loaders.remove()
         if not self.request.finish:
             self.engine.events.intercept(None)
             return

@@ -1,0 +1,154 @@
+"""Settings in processes that are there: which, what happens when that fails, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ds_hf.autotune.result import Result
+from ds_hf.autotune.space import stands_beside
+from ds_hf.autotune.trial import Launch, LaunchOutcome, Runner
+from ds_hf.measure.protocol import TrialRequest
+from tests.autotune.world import MIB, World
+
+Search = Callable[..., Result]
+ALL = {"sampler": "exhaustive", "micros": 100, "trials": 10_000, "patience": 10_000, "confirm": False}
+# a script that measures as an engine would, without one
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+first = Path(os.environ["DS_HF_TRIAL"])
+print("started", flush=True)
+for number in range(100):
+    path = first if number == 0 else first.parent / f"further-{number}.json"
+    while not path.exists():
+        time.sleep(0.01)
+    request = json.loads(path.read_text())
+    if request["steps"] == 13:
+        sys.exit("RuntimeError: made to fail")
+    point = {"event": "point", "outcome": "ok", "micro": 1, "accumulation": 1, "low": 1, "high": 1, "peak": 1,
+             "optimizer_seconds": 0, "steps": 4, "seconds": os.getpid()}
+    with open(request["events"], "a") as events:
+        for each in ({"event": "facts", "data": 1}, point, {"event": "done"}):
+            events.write(json.dumps(each) + "\\n")
+    if not request["further"]:
+        break
+"""
+
+
+def test_processes_start_once_for_what_the_engine_alone_reads(search: Search) -> None:
+    world = World(memory=100_000 * MIB)
+    result = search(world, **ALL)
+    assert len(world.launched) == 24
+    assert world.starts == 3  # the user's file, stages 0 to 2, and stage 3
+    assert result.best[1].samples / result.best[1].seconds == pytest.approx(max(world.grid().values()))
+
+
+class Trips(World):
+    """Where a setting goes on in processes that are there, it ends as ``trips`` says."""
+
+    trips = "crash"
+
+    def run(self, launch: Launch, watch: Any) -> LaunchOutcome:
+        if launch.goes_on:
+            self.again.append({})
+            return LaunchOutcome(self.trips, "what was there before", seconds=1.0)
+        return super().run(launch, watch)
+
+
+@pytest.mark.parametrize(("kind", "tried"), [("crash", 1), ("oom", 21)])
+def test_what_fails_there_is_started_by_itself(search: Search, kind: str, tried: int) -> None:
+    """After a crash nothing goes on any more; memory may have been held by what was there, or be too small."""
+    world = Trips(memory=100_000 * MIB)
+    world.trips = kind
+    result = search(world, **ALL)
+    assert len(world.again) == tried
+    assert world.starts == len(world.launched) == 24
+    assert result.best[1].samples / result.best[1].seconds == pytest.approx(max(world.grid().values()))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "beside"),
+    [
+        ({"zero_optimization.stage": 0}, {"zero_optimization.stage": 2}, True),
+        ({"zero_optimization.stage": 3}, {"zero_optimization.stage": 2}, False),
+        ({"zero_optimization.stage": 3, "ds_hf.compile": False}, {"zero_optimization.stage": 3}, True),
+        ({"ds_hf.compile": "blocks", "gradient_checkpointing": True}, {"ds_hf.fp8": True}, True),
+        ({"zero_optimization.offload_optimizer.device": "cpu"}, {"ds_hf.compile": "blocks"}, False),
+        ({"tensor_parallel.autotp_size": 2}, {"tensor_parallel.autotp_size": 2, "ds_hf.compile": "blocks"}, False),
+        ({"expert_parallel.autoep_size": 1}, {"expert_parallel.autoep_size": 1, "ds_hf.fp8": True}, False),
+        ({"communication_data_type": "bf16"}, {"communication_data_type": None}, False),
+    ],
+)
+def test_which_settings_stand_beside_each_other(one: dict[str, Any], other: dict[str, Any], beside: bool) -> None:
+    assert stands_beside(one, other) is stands_beside(other, one) is beside
+
+
+def launch(folder: Path, name: str, *, goes_on: bool, further: int = 1, steps: int = 4) -> Launch:
+    (folder / "script.py").write_text(SCRIPT)
+    request = TrialRequest(str(folder / name / "events.jsonl"), further=further, steps=steps)
+    return Launch([sys.executable, str(folder / "script.py")], folder / name, request, 300, 300, goes_on)
+
+
+def process_of(outcome: LaunchOutcome) -> int:
+    (point,) = outcome.points
+    return int(point.seconds)
+
+
+def test_a_runner_keeps_processes_and_ends_them(tmp_path: Path) -> None:
+    runner = Runner()
+    try:
+        first = runner(launch(tmp_path, "0", goes_on=False))
+        second = runner(launch(tmp_path, "1", goes_on=True))
+        third = runner(launch(tmp_path, "2", goes_on=True))
+        assert [each.kind for each in (first, second, third)] == ["ok"] * 3
+        assert process_of(first) == process_of(second) == process_of(third)
+        assert psutil.pid_exists(process_of(first))
+        assert (tmp_path / "0" / "pid").exists()
+        other = runner(launch(tmp_path, "3", goes_on=False))
+        assert process_of(other) != process_of(first)
+        assert is_gone(process_of(first))
+        assert not (tmp_path / "0" / "pid").exists()
+        last = runner(launch(tmp_path, "4", goes_on=True, further=0))
+        assert process_of(last) == process_of(other)
+        assert is_gone(process_of(other))
+        alone = runner(launch(tmp_path, "5", goes_on=True))  # there are none that could
+        assert alone.kind == "ok"
+        failed = runner(launch(tmp_path, "6", goes_on=True, steps=13))
+        assert (failed.kind, failed.points) == ("crash", [])
+        assert "made to fail" in failed.reason
+        assert is_gone(process_of(alone))
+        again = runner(launch(tmp_path, "7", goes_on=True))
+    finally:
+        runner.close()
+    assert is_gone(process_of(again))
+    assert not list(tmp_path.glob("*/pid"))
+
+
+def test_what_an_older_search_asked_is_not_asked_again(tmp_path: Path) -> None:
+    runner = Runner()
+    try:
+        (tmp_path / "0").mkdir()
+        stale = dataclasses.replace(launch(tmp_path, "old", goes_on=False).request, steps=13)
+        (tmp_path / "0" / "further-1.json").write_text(json.dumps(dataclasses.asdict(stale)))
+        assert runner(launch(tmp_path, "0", goes_on=False)).kind == "ok"
+        assert runner(launch(tmp_path, "1", goes_on=True)).kind == "ok"
+    finally:
+        runner.close()
+
+
+def is_gone(pid: int) -> bool:
+    end = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True

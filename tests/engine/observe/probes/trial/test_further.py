@@ -1,0 +1,124 @@
+"""Further settings in the same processes: what they say is what processes of their own would have said."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf import initialize
+from ds_hf.engine.observe.probes.trial import driver, further
+from ds_hf.engine.observe.probes.trial.further import Given, changed
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
+from tests.engine.observe.probes.trial.test_driver import Net, batch_of
+from tests.helpers.distributed import run_distributed
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1": {"zero_optimization": {"stage": 1}},
+    "0": {"zero_optimization": {"stage": 0}},
+    "compiled": {"zero_optimization": {"stage": 2}, "ds_hf": {"compile": "blocks"}},
+    "3": {"zero_optimization": {"stage": 3}},
+    "3 small": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
+    "2": {"zero_optimization": {"stage": 2}},
+}
+
+
+class Ended(BaseException):
+    """In the place of the end of the process."""
+
+
+def measured(folder: str, names: list[str], own: str, dtype: str) -> None:
+    """A trial of the first setting, with the others as further requests; ``own``: who makes the optimizer."""
+
+    def ended(code: int) -> None:
+        raise Ended
+
+    further.leave = driver.leave = ended  # type: ignore[assignment]
+    first = Path(folder) / "request.json"
+    os.environ[TRIAL_ENV] = str(first)
+    all_alike = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, dtype: {"enabled": True}}
+    for number, name in enumerate(names):
+        config = Path(folder) / f"{name}.json"
+        tree = {**all_alike, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **SETTINGS[name]}
+        if own != "file":
+            del tree["optimizer"]
+        config.write_text(json.dumps(tree))
+        TrialRequest(
+            f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=4, config=str(config),
+            further=int(number < len(names) - 1),
+        ).write(further_file(first, number) if number else first)  # fmt: skip
+    torch.manual_seed(1)
+    model = Net()
+    groups: Any = [{"params": [p], "lr": 1e-2} for p in model.parameters()]
+    optimizer = {"file": None, "torch": torch.optim.AdamW, "function": lambda p: torch.optim.AdamW(p, lr=1e-2)}[own]
+    given = {"optimizer": optimizer(groups) if own == "torch" else optimizer}  # type: ignore[misc]
+    if own != "torch":
+        given["model_parameters"] = iter(groups)
+    # the Trainer gives a dict that it has filled in
+    engine = initialize(model=model, config=json.loads(Path(folder, f"{names[0]}.json").read_text()), **given)[0]
+    with pytest.raises(Ended):
+        engine(**batch_of(engine, 0))
+
+
+def said(folder: Path, name: str) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+    """Peaks of the points that were measured, and the facts."""
+    events = list(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
+    points = [(e["micro"], e["accumulation"], e["outcome"], e["peak"]) for e in events if e["event"] == "point"]
+    assert events[-1]["event"] == "done"
+    return sorted(set(points)), {k: v for k, v in events[0].items() if k not in ("time", "memory")}
+
+
+@pytest.mark.parametrize(
+    ("own", "dtype", "names"),
+    [
+        ("file", "bf16", list(SETTINGS)),
+        ("torch", "torch_autocast", ["1", "3", "2"]),
+        ("function", "bf16", ["2", "1"]),
+    ],
+)
+def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: str, names: list[str]) -> None:
+    together = tmp_path / "together"
+    together.mkdir()
+    run_distributed(measured, 2, str(together), names, own, dtype)
+    for name in names[1:]:
+        alone = tmp_path / name
+        alone.mkdir()
+        run_distributed(measured, 2, str(alone), [name], own, dtype)
+        (points, facts), (expected, of_its_own) = said(together, name), said(alone, name)
+        assert facts == of_its_own
+        assert [point[:3] for point in points] == [point[:3] for point in expected]
+        for (*_, peak), (*_, least) in zip(points, expected, strict=True):
+            assert peak == pytest.approx(least, rel=0.01)
+
+
+def test_what_a_program_filled_in_stays() -> None:
+    old = {"a": "auto", "zero": {"stage": 1, "size": "auto", "offload": {"device": "cpu"}}, "bf16": {"enabled": "auto"}}
+    new = {"a": "auto", "zero": {"stage": 2, "size": "auto"}, "bf16": {"enabled": "auto"}, "own": {"compile": "blocks"}}
+    given = {"a": 3, "zero": {"stage": 1, "size": 50, "offload": {"device": "cpu"}}, "bf16": {"enabled": True}, "b": 1}
+    found = changed(given, old, new)
+    assert found == {"a": 3, "zero": {"stage": 2, "size": 50}, "bf16": {"enabled": True}, "b": 1, "own": new["own"]}
+    assert given["zero"]["stage"] == 1
+    assert changed(given, new, new) == given
+
+
+def test_an_optimizer_is_as_it_was() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": params[:1], "lr": 0.1}, {"params": params[1:]}], lr=0.2)
+    given = Given(
+        {"optimizer": optimizer, "model_parameters": None, "claims": (), "lr_scheduler": 1, "training_data": 2}
+    )
+    optimizer.param_groups[0]["params"] = []
+    optimizer.state[params[0]] = {"step": 1}
+    for _ in range(2):
+        again = given.again()
+        fresh = again["optimizer"]
+        assert type(fresh) is torch.optim.AdamW
+        assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+        assert [group["params"] for group in fresh.param_groups] == [params[:1], params[1:]]
+        assert not fresh.state
+        assert (again["lr_scheduler"], again["training_data"], again["claims"]) == (None, None, ())
+        fresh.param_groups.clear()
