@@ -19,6 +19,11 @@ def check_zenflow(config: Config, draft: Draft) -> None:
             f'zenflow is for optimizer states in host memory, and their device is "{zero.offload_optimizer.device}"'
         )
         draft.fault(base, message, 'add "offload_optimizer": {"device": "cpu"}, or remove zenflow')
+    if zero.stage == 3 and zero.offload_param.device == "nvme":
+        message = (
+            "zenflow changes some columns in every step, and parameters in files would be read and written for them"
+        )
+        draft.fault("/zero_optimization/offload_param/device", message, 'give "cpu", or remove zenflow')
     if config.optimizer is not None and config.optimizer.type.lower() not in ("adam", "adamw"):
         draft.fault("/optimizer/type", f"zenflow is for Adam and AdamW, not for {config.optimizer.type}",
                     'take "AdamW", or remove zenflow')  # fmt: skip

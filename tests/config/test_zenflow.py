@@ -22,6 +22,11 @@ STEPS = {"select_strategy": "step", "select_interval": 8}
     ("config", "pointer", "text"),
     [
         (zenflow({}, {"offload_optimizer": {"device": "none"}}), "/zero_optimization/zenflow", "host memory"),
+        (
+            zenflow({}, {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}),
+            "/zero_optimization/offload_param/device",
+            "in files",
+        ),
         (zenflow({}, optimizer={"type": "Lion"}), "/optimizer/type", "Adam and AdamW, not for Lion"),
         (zenflow({"select_strategy": "step"}), "/zero_optimization/zenflow/select_interval", "needs a number"),
         (zenflow({**STEPS, "update_interval": 9}), "/zero_optimization/zenflow/select_interval", "all are updated"),

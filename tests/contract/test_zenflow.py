@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ds_hf import Engine, initialize
+from ds_hf.engine.optim.adam import FusedAdam
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
+from tests.contract.test_sequence_parity import losses as losses_of_sequences
 from tests.helpers.distributed import run_distributed
 
 Run = tuple[list[float], dict[str, Tensor]]
@@ -20,19 +23,20 @@ EVERY = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 4, "up
 
 
 class PlainZenFlow:
-    """The rule. ``params`` take the values; masters are copies."""
+    """The rule. ``params`` take the values; masters are copies. ``options``: of each parameter."""
 
-    def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
-        self.params, self.section = params, section
+    def __init__(self, params: list[Tensor], section: dict[str, Any], options: list[dict[str, Any]]) -> None:
+        self.params, self.section, self.options = params, section, options
         self.host = [param.detach().float().clone() for param in params]
-        self.adam = torch.optim.AdamW(self.host, **ADAMW)  # type: ignore[arg-type]
+        self.adam = self._adam(self.host)
         self.masks: list[Tensor] | None = None
         self.late: list[Tensor] | None = None
         self.rounds = 0
 
-    def step(self, grads: list[Tensor], sizes: list[Tensor]) -> None:
-        """``sizes``: what the columns are ranked by, in the shape of each gradient."""
+    def step(self, grads: list[Tensor], sizes: list[Tensor], share: float = 1.0) -> None:
+        """``sizes``: what the columns are ranked by, in the shape of each gradient; ``share`` of the learning rates."""
         self.rounds += 1
+        self.share = share
         if self.masks is None:
             self._host_step(grads)
             self._land(self.host)
@@ -48,7 +52,7 @@ class PlainZenFlow:
             self.late = None
         for chosen, grad, mask in zip(self.chosen, grads, self.masks, strict=True):
             chosen.grad = grad[mask]
-        self.chosen_adam.step()
+        self._step(self.chosen_adam)
         self._land(None)
         self.waiting = [waiting + grad for waiting, grad in zip(self.waiting, grads, strict=True)]
         self.steps += 1
@@ -78,7 +82,16 @@ class PlainZenFlow:
     def _host_step(self, grads: list[Tensor]) -> None:
         for host, grad in zip(self.host, grads, strict=True):
             host.grad = grad.clone()
-        self.adam.step()
+        self._step(self.adam)
+
+    def _adam(self, values: list[Tensor]) -> torch.optim.AdamW:
+        each = [{"params": [value], **own} for value, own in zip(values, self.options, strict=True)]
+        return torch.optim.AdamW(each, **ADAMW)  # type: ignore[arg-type]
+
+    def _step(self, adam: torch.optim.AdamW) -> None:
+        for group, own in zip(adam.param_groups, self.options, strict=True):
+            group["lr"] = self.share * own.get("lr", ADAMW["lr"])
+        adam.step()
 
     def _land(self, values: list[Tensor] | None) -> None:
         with torch.no_grad():
@@ -97,7 +110,7 @@ class PlainZenFlow:
         self._to_host()
         self.masks = [mask_of(size, self.section["topk_ratio"]) for size in sizes]
         self.chosen = [host[mask].clone() for host, mask in zip(self.host, self.masks, strict=True)]
-        self.chosen_adam = torch.optim.AdamW(self.chosen, **ADAMW)  # type: ignore[arg-type]
+        self.chosen_adam = self._adam(self.chosen)
         self.since = 0
         self._wait_for_nothing()
 
@@ -137,15 +150,19 @@ def plain(
     dtype: torch.dtype = torch.float32,
     scales: list[float] | None = None,
     device: str = "cpu",
+    options: Callable[[Tensor], dict[str, Any]] = lambda param: {},
+    halved_every: int = 1000,
 ) -> Run:
     """Losses and final weights.
 
     Args:
         ends: steps after which a checkpoint is written.
         scales: the loss scale of each step, 0 where it is skipped.
+        options: of a parameter, as in its group.
+        halved_every: steps after which learning rates are.
     """
     trained = model().to(device)
-    rule = PlainZenFlow(list(trained.parameters()), section)
+    rule = PlainZenFlow(list(trained.parameters()), section, list(map(options, trained.parameters())))
     params = rule.params = list(trained.to(dtype).parameters())
     losses = []
     for number, step in enumerate(batches(accumulation, world)):
@@ -163,7 +180,7 @@ def plain(
             continue
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         factor = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
-        rule.step([grad * factor for grad in grads], sizes)
+        rule.step([grad * factor for grad in grads], sizes, 0.5 ** (number // halved_every))
         if number + 1 in ends:
             rule.end()
     if rule.late is not None:
@@ -239,6 +256,51 @@ def cells() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_against_plain_torch(world: int) -> None:
     run_distributed(cells, world, timeout=100)
+
+
+def options_of(param: Tensor) -> dict[str, Any]:
+    return {"weight_decay": 0.1} if param.dim() > 1 else {"lr": 3e-3}
+
+
+def other_places_and_optimizers() -> None:
+    """Parameters in host memory; an optimizer of the script, with groups, whose rates a schedule changes."""
+    section = {**EVERY, "overlap_step": True}
+    engine = engine_of(section, 3, zero={"offload_param": CPU})
+    assert_like((steps(engine), weights(engine)), plain(section, 1, torch.distributed.get_world_size(), 0.0))
+    engine.destroy()
+
+    expected = plain(section, 1, torch.distributed.get_world_size(), 0.0, options=options_of, halved_every=3)
+    for own in (True, False):
+        made = model()
+        kinds = [[p for p in made.parameters() if (p.dim() > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": params, **options_of(params[0])} for params in kinds]
+        optimizer = FusedAdam(groups, **ADAMW) if own else torch.optim.AdamW(groups, **ADAMW)  # type: ignore[arg-type]
+        engine, _, _, schedule = initialize(
+            model=made,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+            config={
+                "train_micro_batch_size_per_gpu": MICRO,
+                "gradient_clipping": 0.0,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": {"stage": 2, "offload_optimizer": CPU, "zenflow": section},
+            },
+        )
+        assert_like((steps(engine), weights(engine)), expected)
+        assert schedule.get_last_lr() == pytest.approx([1e-3 / 8, 3e-3 / 8])
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_places_and_optimizers(world: int) -> None:
+    run_distributed(other_places_and_optimizers, world, timeout=60)
+
+
+def test_processes_that_share_sequences() -> None:
+    tree = {"zero_optimization": {"stage": 2, "offload_optimizer": CPU, "zenflow": {**EVERY, "overlap_step": True}}}
+    (expected,) = run_distributed(losses_of_sequences, 1, 1, tree, timeout=60)
+    for found in run_distributed(losses_of_sequences, 2, 2, tree, timeout=60):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def narrow_cells() -> None:

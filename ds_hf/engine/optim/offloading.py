@@ -131,7 +131,7 @@ def build_offload(
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
     promised = 0
     if inner is not None and settings.zero_optimization.zenflow is not None:
-        check_zenflow(settings, mesh, inner)
+        check_zenflow(mesh, inner)
     if inner is not None and plan.optimizer.device == "cpu":
         store = _host_store(settings, plan, machine, inner, splits_masters=splits_masters)
     elif inner is not None and plan.optimizer.device == "nvme":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from ds_hf.config.types import Config
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.streaming import streamed_update
@@ -16,7 +15,7 @@ __all__ = ["check_zenflow"]
 _POINTER = "/zero_optimization/zenflow"
 
 
-def check_zenflow(settings: Config, mesh: Mesh, inner: Optimizer) -> None:
+def check_zenflow(mesh: Mesh, inner: Optimizer) -> None:
     """Raises:
     ConfigError: the optimizer is not Adam, or more than data and sequences is divided over processes.
     """
@@ -35,6 +34,3 @@ def check_zenflow(settings: Config, mesh: Mesh, inner: Optimizer) -> None:
         if is_so:
             message = f"columns are ranked over all processes, and here {what} are divided otherwise"
             raise ConfigError([Fault(_POINTER, message, "remove zenflow; offload_optimizer alone works")])
-    if settings.zero_optimization.offload_param.device == "nvme":
-        message = "chosen columns change in every step, and parameters in files would be read and written for them"
-        raise ConfigError([Fault(_POINTER, message, 'set "device": "cpu" in offload_param, or remove zenflow')])
