@@ -39,18 +39,21 @@ class Pressure:
         Args:
             measured: of each buffer its columns, their sums in this process and which are chosen.
         """
-        waiting, chosen = [], []
-        for columns, sums, picked in measured:
-            for of, here in zip(torch.split(sums, columns.counts), torch.split(picked, columns.counts), strict=True):
-                waiting.append(torch.where(here, 0, of).sum() / (~here).sum().clamp(min=1))
-                chosen.append(torch.where(here, of, 0).sum() / here.sum())
-        if not waiting:
+        counts = [count for columns, _, _ in measured for count in columns.counts]
+        if not counts:
             return
-        both = torch.stack([torch.stack(waiting), torch.stack(chosen)])
-        both = collectives.all_reduce_sum(both, axis, "the gradients of waiting columns")
+        sums, picked = torch.cat([each for _, each, _ in measured]), torch.cat([each for _, _, each in measured])
+        lengths = torch.tensor(counts, device=sums.device)
+        parts = []
+        for mask in (~picked, picked):
+            both = sums * mask, mask.float()  # unsafe: the check of the lengths would wait for the device
+            of, number = (torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True) for part in both)
+            parts.append(of / number.clamp(min=1))
+        means = torch.stack(parts)
+        means = collectives.all_reduce_sum(means, axis, "the gradients of waiting columns")
         if scale_and_skip is not None:
-            both = both * scale_and_skip[0]
-        self._gathered = both if self._gathered is None else self._gathered + both
+            means = means * scale_and_skip[0]
+        self._gathered = means if self._gathered is None else self._gathered + means
         self._steps += 1
         presses = self._gathered[0] >= self._gathered[1] / self._steps
         due = presses.float().mean() >= self._ratio
