@@ -54,11 +54,14 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for three minutes, train a sma
 
 # Lint and docs hold for one release of their tools, that of constraints.txt.
 test: $(STAMP) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
-	@# mypy keeps one core busy for a minute; the other builds and collects meanwhile
-	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,lint docs) collect
+	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,docs) collect
+	@# mypy takes one core for a minute: beside the tests, which wait for processes half of the time; what it says comes last
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
-	@# two cores, for half of the time a test waits for processes that start
-	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
+	@# two cores
+	@said=$$(mktemp); $(if $(NEWEST)$(OTHER),true,$(MAKE) --no-print-directory lint) >$$said 2>&1 & lint=$$!; \
+	trap 'kill $$lint 2>/dev/null; rm -f $$said' EXIT; \
+	$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"; tested=$$?; \
+	wait $$lint; linted=$$?; cat $$said; exit $$((tested || linted))
 
 collect: $(STAMP) $(LIBRARY)
 	@# pytest compiles each test file with its asserts spelled out: once here, and not in each worker at once

@@ -33,6 +33,7 @@ __all__ = ["build", "examine", "grouped", "load_config", "log_warnings", "proven
 
 
 _IMPLYING = {"compile", "nebula"}
+_DEFAULT = Origin(OriginKind.DEFAULT)
 
 
 def load_config(
@@ -195,7 +196,7 @@ def provenance(draft: Draft) -> dict[str, Origin]:
         if isinstance(parent, dict) and path[-1] in parent:
             result[pointer] = _origin(draft, pointer, parent[path[-1]], node)
         elif "default" in node and _applies(draft, path):
-            result[pointer] = Origin(OriginKind.DEFAULT)
+            result[pointer] = _DEFAULT
     return result
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from ds_hf import Engine, initialize
 from ds_hf.engine.optim import offloading
 from ds_hf.engine.optim.host_store import HostStore
-from ds_hf.engine.optim.stepping import _UnitsJob
+from ds_hf.engine.optim.stepping import UnitsJob
 from ds_hf.errors import DsHfError
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
@@ -92,7 +92,7 @@ def readers_wait() -> None:
         expected[read] = read(engine)
         engine.destroy()
     HostStore.defers = True
-    _UnitsJob._run = slowly(_UnitsJob._run)  # type: ignore[method-assign]
+    UnitsJob._run = slowly(UnitsJob._run)  # type: ignore[method-assign]
     for read in readers:
         engine = make()
         assert train(engine, 0, STEPS) == losses
@@ -120,7 +120,7 @@ def fault() -> None:
     engine = make()
     train(engine, 0, 1)
     engine._finish_update()
-    run, began = _UnitsJob._run, threading.Event()
+    run, began = UnitsJob._run, threading.Event()
 
     def fail(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():  # there nothing is updated
@@ -128,10 +128,10 @@ def fault() -> None:
             time.sleep(0.05)
             raise MemoryError("of the test")
 
-    _UnitsJob._run = fail  # type: ignore[method-assign]
+    UnitsJob._run = fail  # type: ignore[method-assign]
     train(engine, 1, 2)
     assert began.wait(300)
-    _UnitsJob._run = run  # type: ignore[method-assign]
+    UnitsJob._run = run  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the test"):
         train(engine, 2, 3)
     with pytest.raises(DsHfError, match="the last step failed halfway"):
