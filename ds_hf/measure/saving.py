@@ -117,8 +117,12 @@ class SaveGuard:
         for place, folder in CHANGES[event]:
             path = arguments[place]
             relative = folder is not None and len(arguments) > folder and arguments[folder] not in (None, -1)
-            if isinstance(path, str | bytes | os.PathLike) and not relative and self._is_from_before(os.fsdecode(path)):
-                self.stop(os.fsdecode(path))
+            if not isinstance(path, str | bytes | os.PathLike) or relative:
+                continue
+            name = os.fsdecode(path)
+            # ``tempfile.NamedTemporaryFile`` opens its folder by name, and a new file in it by its own opener.
+            if not (event == "open" and os.path.isdir(name)) and self._is_from_before(name):
+                self.stop(name)
 
     def _is_from_before(self, path: str) -> bool:
         """Whether at ``path`` there is, or are, files with content that this run did not write, outside caches."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ def _changes_to_files(folder: Path) -> list[str]:
         lambda: (folder / "empty").write_text("a lock"),
         lambda: (folder / ".cache" / "entry").write_text("again"),
         lambda: os.remove(new),
+        lambda: tempfile.NamedTemporaryFile("w", dir=folder).close(),
+        lambda: open(
+            folder, "w", opener=lambda _, flags: os.open(folder / "another", flags)
+        ).close(),  # so does Python 3.12
     ]
     for step in steps:
         with contextlib.suppress(_Stopped):

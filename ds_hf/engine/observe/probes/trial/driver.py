@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -105,7 +106,7 @@ class Driver:
             self.measure(args, dict(kwargs))
             if self.request.further:
                 self.say_done()
-                follow(self, args, dict(kwargs))
+                follow(self.engine, self.request, partial(self._hand_over, args, dict(kwargs)))
             if self.request.natural_steps == 0:
                 self._finish()
             else:
@@ -113,6 +114,14 @@ class Driver:
             self._clock.mark()
             self._waited = self.loaders.waited
         return method(*args, **kwargs)
+
+    def _hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any], engine: CoreEngine) -> None:
+        """Another engine of the same script measures its request on the batch of this one."""
+        driver = engine.events.interceptor
+        assert isinstance(driver, Driver)
+        driver.loaders = self.loaders
+        driver.measure(args, kwargs)
+        driver.say_done()
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replay every point of the request on this batch."""

@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +26,6 @@ from ds_hf.regular_files import read_object
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
-    from ds_hf.engine.observe.probes.trial.driver import Driver
 
 __all__ = ["Given", "changed", "follow"]
 
@@ -65,20 +64,20 @@ def _copied(groups: list[Any] | None) -> list[Any] | None:
     return [{**each, "params": list(each["params"])} if isinstance(each, dict) else each for each in groups]
 
 
-def follow(first: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    """Measure each further request on the batch of ``first``, until nobody asks any more."""
-    engine, path = first.engine, Path(os.environ[TRIAL_ENV])
-    started = read_object(str(first.request.config))
-    given: Mapping[str, Any] = engine.config
-    for number in itertools.count(first.request.further):
-        request = TrialRequest.read(_awaited(further_file(path, number)))
-        os.environ[TRIAL_ENV] = str(further_file(path, number))  # which the next engine reads
+def follow(engine: CoreEngine, request: TrialRequest, measure: Callable[[CoreEngine], None]) -> NoReturn:
+    """Let each further request be measured, until nobody asks any more.
+
+    Args:
+        request: of ``engine``, which has measured it. measure: is given the engine of each further one.
+    """
+    path, given = Path(os.environ[TRIAL_ENV]), engine.config
+    started = read_object(str(request.config))
+    for number in itertools.count(request.further):
+        file = _awaited(further_file(path, number))
+        os.environ[TRIAL_ENV] = str(file)  # which the next engine reads
+        request = TrialRequest.read(file)
         engine = _remade(engine, changed(given, started, read_object(str(request.config))))
-        driver = engine.events.interceptor
-        assert isinstance(driver, type(first))
-        driver.loaders = first.loaders
-        driver.measure(args, kwargs)
-        driver.say_done()
+        measure(engine)
         if not request.further:
             break
     leave(0)
