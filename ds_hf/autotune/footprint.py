@@ -3,13 +3,19 @@ configuration: it is traced on the meta device, in this process, with the batch 
 
 The trace knows what the plan's arithmetic does not: when units are gathered, gradients reduced and activations freed,
 and what offload leaves in host memory. Micro-batches between the smallest and the largest are interpolated.
+
+A large model takes seconds for each way in which activations are kept, and a space has tens of them: what is not traced
+in the time that there is for it counts as unpredictable.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
@@ -34,11 +40,16 @@ class Footprint:
         facts, found: the events "facts" and "survey" of the user's own launch.
         sizes: (micro-batch, accumulation) that will be asked for.
 
+    Attributes:
+        seconds: left for tracing what is asked for. thread: traces meanwhile, and alone.
+
     Raises:
         UnpredictableError: the model is not known, or what transformers builds is another one.
     """
 
     def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
+        self.seconds = math.inf
+        self.thread: Thread | None = None
         self.world = int(facts.get("processes") or facts["world_size"])
         self._own = division_of(facts)
         self._device_memory = int(facts.get("memory") or DEVICE_MEMORY)
@@ -52,12 +63,42 @@ class Footprint:
         """One process' bytes; precision left to "auto" in ``tree`` is what the engine said.
 
         Raises:
-            UnpredictableError: the model does not run without values, or the micro-batch was not foreseen.
+            UnpredictableError: the model does not run without values, the micro-batch was not foreseen, or there is no
+                time to trace it.
+        """
+        busy = self.thread is not None and self.thread.is_alive()
+        start = time.monotonic()
+        known = self._trace(tree, accumulation, checkpointing=checkpointing, can=not busy and self.seconds > 0)
+        self.seconds -= time.monotonic() - start
+        if micro not in known:
+            raise UnpredictableError(f"micro-batch {micro} was not foreseen")
+        return known[micro]
+
+    def trace_all(self, settings: Iterable[tuple[Mapping[str, Any], bool]]) -> None:
+        """Of trees with checkpointing or without, beside other work; those without an answer are passed over."""
+
+        def trace() -> None:
+            for (tree, checkpointing), accumulation in itertools.product(settings, (1, 2)):  # the second takes no time
+                with contextlib.suppress(UnpredictableError):  # said again where it is asked for
+                    self._trace(tree, accumulation, checkpointing=checkpointing)
+
+        self.thread = Thread(target=trace, daemon=True)
+        self.thread.start()
+
+    def _trace(
+        self, tree: Mapping[str, Any], accumulation: int, *, checkpointing: bool, can: bool = True
+    ) -> dict[int, Prediction]:
+        """By micro-batch.
+
+        Args:
+            can: trace it, if it is not known.
         """
         tree = {name: value for name, value in tree.items() if name != "$schema"}
         several = accumulation > 1  # all that memory knows of it
         key = (json.dumps(tree, sort_keys=True), several, checkpointing)
         if key not in self._known:
+            if not can:
+                raise UnpredictableError("it is not traced yet")
             settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
             settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
             _divide_as_own(settings, self._own)
@@ -65,10 +106,7 @@ class Footprint:
             self._known[key] = predictor.predict_each(
                 settings, self.micros, world_size=self.world, device_memory=self._device_memory
             )
-        known = self._known[key]
-        if micro not in known:
-            raise UnpredictableError(f"micro-batch {micro} was not foreseen")
-        return known[micro]
+        return self._known[key]
 
     def _with_precision(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """With the 16-bit section on that "auto" turned out to be."""
@@ -79,13 +117,13 @@ class Footprint:
 
 
 class TracedAhead:
-    """Traces the model for every setting while the first launch goes on: it takes as long as half a launch.
+    """Traces the model for every setting from the first launch on, the user's own first.
 
-    Only where that launch computes on GPUs: elsewhere it would take processors from what is measured.
+    Only where launches compute on GPUs: elsewhere it would take processors from what is measured.
 
     Args:
         wanted: of the events "facts" and "survey", by name: (micro-batch, accumulation) and (tree, checkpointing) that
-            will be asked for.
+            will be asked for, the user's own first.
     """
 
     def __init__(self, wanted: Callable[[dict[str, Any]], Wanted]) -> None:
@@ -104,10 +142,9 @@ class TracedAhead:
     def _trace(self, found: Future[Footprint], facts: dict[str, Any], survey: dict[str, Any]) -> None:
         try:
             sizes, settings = self._wanted({"facts": facts, "survey": survey})
-            footprint = Footprint(facts, survey, sizes)
-            for tree, checkpointing in settings:
-                with contextlib.suppress(UnpredictableError):  # said again where it is asked for
-                    footprint.predict(tree, *sizes[0], checkpointing=checkpointing)
+            footprint, (own, *others) = Footprint(facts, survey, sizes), list(settings)
+            footprint.predict(own[0], *sizes[0], checkpointing=own[1])
+            footprint.trace_all(others)
             found.set_result(footprint)
         except BaseException as error:
             found.set_exception(error)

@@ -54,6 +54,7 @@ WORTH = 0.015  # of the step: a launch of which less gain is expected is not mad
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
 BLAME = 0.9  # of a failure is the setting's; the rest is chance
+TRACE_SHARE = 0.05  # of the budget: to trace what no thread has
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
@@ -175,6 +176,7 @@ class Search:
         try:
             footprint = self._ahead.take() or Footprint(survey.facts, survey.found, self.all_sizes())
             micro, steps = self.all_sizes()[0]
+            footprint.seconds = TRACE_SHARE * self.options.budget
             on = bool(survey.facts["checkpointing"])
             footprint.predict(config_of(self.space.tree, self.own.setting), micro, steps, checkpointing=on)
         except UnpredictableError as error:
@@ -187,7 +189,7 @@ class Search:
         space, facts = self._make_space(events), events["facts"]
         settings = [
             (config_of(space.tree, setting), bool(setting.get(CHECKPOINTING, facts["checkpointing"])))
-            for setting in space.settings()
+            for setting in (space.plain(space.own), *space.settings())
         ]
         return self._sizes_of_all(space, facts), settings
 

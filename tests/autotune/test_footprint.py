@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -134,10 +135,42 @@ def test_traced_while_the_first_launch_goes_on(
     traced = ahead.take()
     assert traced is not None
     assert ahead.take() is None
+    assert traced.thread is not None
+    traced.thread.join()
     now = Footprint(facts, found, SIZES)
     expected = [now.predict(each, 4, 4, checkpointing=on).device for each, on in settings()]
     monkeypatch.setattr(Predictor, "predict_each", None)  # nothing is traced any more
     assert [traced.predict(each, 4, 4, checkpointing=on).device for each, on in settings()] == expected
+
+
+def test_nobody_waits_for_what_is_traced_meanwhile(
+    facts: dict[str, Any], found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own setting is there, the others when the thread is through with them, or by what time is left."""
+    may, predict_each = Event(), Predictor.predict_each
+
+    def slow(*args: Any, **more: Any) -> Any:
+        assert current_thread() is main_thread() or may.wait(60)
+        return predict_each(*args, **more)
+
+    traced = Footprint(facts, found, SIZES)
+    (own, *_, last) = settings()
+    expected = traced.predict(own[0], 4, 4, checkpointing=own[1]).device
+    monkeypatch.setattr(Predictor, "predict_each", slow)
+    traced.trace_all(settings())
+    assert traced.predict(own[0], 4, 4, checkpointing=own[1]).device == expected
+    with pytest.raises(UnpredictableError, match="not traced yet"):
+        traced.predict(last[0], 4, 4, checkpointing=last[1])
+    may.set()
+    assert traced.thread is not None
+    traced.thread.join()
+    assert traced.predict(last[0], 4, 4, checkpointing=last[1]).device
+    other, traced.seconds = tree(2, reduce_bucket_size=12345), 0.0
+    with pytest.raises(UnpredictableError, match="not traced yet"):
+        traced.predict(other, 4, 4, checkpointing=False)
+    traced.seconds = 60.0
+    assert traced.predict(other, 4, 4, checkpointing=False).device
+    assert traced.seconds < 60
 
 
 def test_nothing_is_traced_ahead_without_a_gpu(facts: dict[str, Any], found: dict[str, Any]) -> None:
