@@ -49,8 +49,9 @@ def narrow() -> None:
         engine.destroy()
         expected = plain(section, 1, torch.distributed.get_world_size(), CLIP, device=str(engine.device))
         assert losses == pytest.approx(expected[0], rel=1e-2), dtype
-        for name, value in expected[1].items():
-            assert ((found[name] - value).norm() / value.norm()).item() < 5e-2, (dtype, name)
+        # together: a bias of which little is left but rounding is another one on each device
+        ours, theirs = (torch.cat([each[name].flatten() for name in expected[1]]) for each in (found, expected[1]))
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-2, dtype
 
 
 @pytest.mark.parametrize("world", [1, 2])

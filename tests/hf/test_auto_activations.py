@@ -21,7 +21,7 @@ from tests.helpers.distributed import run_distributed
 LENGTH = 128
 
 
-def model_of(layers: int = 8) -> LlamaForCausalLM:
+def model_of(layers: int = 4) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128))
@@ -39,12 +39,12 @@ def test_what_is_cheap_is_looked_at_first() -> None:
     moved = [(name, kind) for kind in (KEPT, RECOMPUTED, OFFLOADED) for name in ("zero2-offload", "zero3-offload")]
     assert list(nothing.needs) == plain + moved
     assert (nothing.preset, nothing.activations) == min(nothing.needs, key=nothing.needs.__getitem__)
-    assert nothing.needs["zero0", RECOMPUTED] < nothing.needs["zero0", KEPT] - 2**20
+    assert nothing.needs["zero0", RECOMPUTED] < nothing.needs["zero0", KEPT] - 2**19
 
 
 def test_the_first_that_fits() -> None:
     needs = found(0).needs
-    for room in sorted(needs.values()):
+    for room in sorted(needs.values())[::6]:
         choice = found(int(room / FILL) + 1)
         first = next(way for way, need in needs.items() if need <= room)
         assert (choice.preset, choice.activations, choice.fits) == (*first, True)

@@ -19,10 +19,8 @@ from tests.helpers.distributed import run_distributed
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "1": {"zero_optimization": {"stage": 1}},
-    "0": {"zero_optimization": {"stage": 0}},
-    "compiled": {"zero_optimization": {"stage": 2}, "ds_hf": {"compile": "blocks"}},
+    "compiled": {"zero_optimization": {"stage": 2}, "ds_hf": {"compile": "blocks"}, "compile": {"backend": "eager"}},
     "3": {"zero_optimization": {"stage": 3}},
-    "3 small": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
     "2": {"zero_optimization": {"stage": 2}},
 }
 
