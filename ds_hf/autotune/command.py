@@ -1,13 +1,20 @@
-"""The user's command line: which script, where the configuration stands in it, and how it looks with other values."""
+"""The user's command line: which script, where the configuration stands in it, and how it looks with other values.
+
+Arguments may stand in a YAML file (LLaMA-Factory, axolotl, TRL's ``--config``): then each launch has a copy of it.
+"""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.printable import harmless
+from ds_hf.regular_files import read_regular, replace_file
 
 __all__ = ["Command", "split_launcher"]
 
@@ -26,13 +33,20 @@ LAUNCHERS = (  # how a command line of theirs begins
     ("python", "-m", "torch.distributed.launch"),
     ("python", "-m", "accelerate.commands.launch"),
 )
+CLIENTS = {  # name and command -> the module that it starts on each process
+    ("llamafactory-cli", "train"): "llamafactory.launcher",
+    ("lmf", "train"): "llamafactory.launcher",
+    ("axolotl", "train"): "axolotl.cli.train",
+}
+LONGEST_FILE = 1 << 20  # bytes
+COPY = "arguments.yaml"
 TRUE = ("true", "1", "yes", "on", "y", "t")
 
 
 def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The launcher of ``accelerate launch --num_processes 2 train.py ...``, and the script with its arguments.
 
-    ``trl sft ...`` is the module that TRL's command line starts.
+    ``trl sft ...`` is the module that TRL's command line starts; so are LLaMA-Factory's and axolotl's ``train``.
 
     Raises:
         ConfigError: a launcher is there, and no script behind it.
@@ -41,6 +55,8 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
     name = Path(words[0]).name if words else ""
     if name == "trl" and len(words) > 1:
         return [], ["-m", f"trl.scripts.{words[1].replace('-', '_')}", *words[2:]]
+    if (module := CLIENTS.get((name, words[1] if len(words) > 1 else ""))) is not None:
+        return [], ["-m", module, *words[2:]]
     found = ["python" if name.startswith("python") else name, *words[1:]]
     begin = next((len(each) for each in LAUNCHERS if tuple(found[: len(each)]) == each), 0)
     if not begin:
@@ -60,8 +76,10 @@ class Command:
     Attributes:
         script: the Python file (or ``-m`` and a module, as two words).
         args: everything after it.
-        config_at: index in ``args`` of the word that names the configuration; ``inline`` when it is ``--flag=FILE``.
+        config_at: index in ``args`` of the word that names the configuration, or the file of arguments that does;
+            ``inline`` when it is ``--flag=FILE``.
         mappings: configuration keys to options of the script.
+        file: the arguments in that file; empty where there is none.
     """
 
     script: tuple[str, ...]
@@ -69,6 +87,7 @@ class Command:
     config_at: int
     inline: bool
     mappings: Mapping[str, str]
+    file: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, words: Sequence[str], mappings: Mapping[str, str] | None = None) -> Command:
@@ -94,34 +113,74 @@ class Command:
                     return cls(script, args, index, True, _mappings(flag, mappings))
                 if word == flag and index + 1 < len(args) and not args[index + 1].startswith("--"):
                     return cls(script, args, index + 1, False, _mappings(flag, mappings))
+        for index, word in enumerate(args):
+            path = Path(word.split("=", 1)[1] if word.startswith("--config=") else word)
+            if path.suffix in (".yaml", ".yml") and path.is_file():
+                values = _read(path)
+                if isinstance(values.get("deepspeed"), str):
+                    known = _mappings_of_file(values, script, mappings)
+                    return cls(script, args, index, word != str(path), known, values)
         fault = Fault(
             "",
             "the command names no configuration, so there is nothing to tune",
-            "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json after the script",
+            "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json after the script, "
+            "or deepspeed: ds_config.json to a YAML file of arguments",
         )
         raise ConfigError([fault], shlex.join(words))
 
     @property
     def config(self) -> str:
         """What the user named as configuration."""
+        return str(self.file["deepspeed"]) if self.file else self._named
+
+    @property
+    def _named(self) -> str:
         word = self.args[self.config_at]
         return word.split("=", 1)[1] if self.inline else word
 
+    @property
+    def signature(self) -> list[str]:
+        """All but the configuration's name: what must be alike in two runs of one search."""
+        words = [word for index, word in enumerate(self.args) if index != self.config_at]
+        file = {key: value for key, value in self.file.items() if key != "deepspeed"}
+        return [*words, json.dumps(file, sort_keys=True, default=str)] if file else words
+
     def words(self, config: str | Path, values: Mapping[str, object] | None = None) -> list[str]:
-        """Script and arguments with another configuration, and mapped keys set to ``values``."""
-        args = list(self.args)
+        """Script and arguments with another configuration, and mapped keys set to ``values``.
+
+        A file of arguments is written anew, beside the configuration.
+
+        Raises:
+            ConfigError: that would be the user's own file.
+        """
+        args, options = list(self.args), {self.mappings[k]: v for k, v in (values or {}).items() if k in self.mappings}
+        if self.file:
+            config = self._copy(Path(config), {option[2:]: value for option, value in options.items()})
+            options = {option: value for option, value in options.items() if _place(args, option) is not None}
         flag = args[self.config_at].split("=", 1)[0]
         args[self.config_at] = f"{flag}={config}" if self.inline else str(config)
-        for key, value in (values or {}).items():
-            if key in self.mappings:
-                _put(args, self.mappings[key], str(value))
+        for option, value in options.items():
+            _put(args, option, str(value))
         return [*self.script, *args]
+
+    def _copy(self, config: Path, values: Mapping[str, object]) -> Path:
+        import yaml  # type: ignore[import-untyped]  # with optuna, which a search needs
+
+        path = config.with_name(COPY)
+        if path.exists() and path.samefile(self._named):
+            raise ConfigError(
+                f"{path} is your own file, and this is where the search would write: give another --output"
+            )
+        tree = {**self.file, "deepspeed": str(config), **values}
+        replace_file(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        return path
 
     def given(self, key: str) -> str | None:
         """The value that the command line gives to a mapped key; "True" for a bare flag."""
         place = _place(self.args, self.mappings[key]) if key in self.mappings else None
         if place is None:
-            return None
+            value = self.file.get(self.mappings[key][2:]) if key in self.mappings else None
+            return None if value is None else str(value)
         if "=" in self.args[place]:
             return self.args[place].split("=", 1)[1]
         following = self.args[place + 1] if place + 1 < len(self.args) else "--"
@@ -146,14 +205,44 @@ def _mappings(flag: str, mappings: Mapping[str, str] | None) -> dict[str, str]:
     }
 
 
+def _mappings_of_file(
+    values: Mapping[str, Any], script: tuple[str, ...], mappings: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Of the file's arguments; LLaMA-Factory has another name for checkpointing, which says the opposite."""
+    known = dict(HF_MAPPINGS)
+    if "micro_batch_size" in values:  # axolotl's
+        known["train_micro_batch_size_per_gpu"] = "--micro_batch_size"
+    if "llamafactory" in " ".join(script):
+        del known["gradient_checkpointing"]
+    return {**known, **_mappings("", mappings)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(read_regular(path, LONGEST_FILE).decode("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"the file of arguments cannot be read: {error!s:.300}", source=str(path)) from harmless(
+            error
+        )
+    if not isinstance(found, dict):
+        return {}
+    return found
+
+
 def _place(args: Sequence[str], option: str) -> int | None:
     """Where ``option`` is given, also with dashes in its name, which transformers takes; of several the last counts."""
 
     def name(word: str) -> str:
         return "--" + word[2:].replace("-", "_") if word.startswith("--") else word
 
-    found = [index for index, word in enumerate(args) if name(word.split("=", 1)[0]) == name(option)]
-    return found[-1] if found else None
+    def is_it(word: str) -> bool:
+        found = name(word.split("=", 1)[0])
+        return found == name(option) or ("=" in word and f"--{found}" == name(option))  # key=value: OmegaConf's
+
+    places = [index for index, word in enumerate(args) if is_it(word)]
+    return places[-1] if places else None
 
 
 def _put(args: list[str], option: str, value: str) -> None:

@@ -285,7 +285,7 @@ def _signature(problem: Problem) -> dict[str, Any]:
     options, command = problem.options, problem.command
     return {
         "script": list(command.script),
-        "arguments": [word for index, word in enumerate(command.args) if index != command.config_at],
+        "arguments": command.signature,
         "configuration": problem.config.resolved,
         "metric": options.metric.value,
         "processes": problem.processes,

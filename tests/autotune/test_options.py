@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ds_hf.autotune.command import Command, split_launcher
 from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
@@ -68,6 +69,8 @@ def script(tmp_path: Path) -> str:
         ("python -m pkg.train", "", "python -m pkg.train"),
         ("trl sft --learning_rate 1", "", "-m trl.scripts.sft --learning_rate 1"),
         ("trl vllm-serve", "", "-m trl.scripts.vllm_serve"),
+        ("llamafactory-cli train a.yaml b=1", "", "-m llamafactory.launcher a.yaml b=1"),
+        ("/v/bin/axolotl train a.yaml", "", "-m axolotl.cli.train a.yaml"),
     ],
 )
 def test_lines_of_launchers(line: str, launcher: str, rest: str) -> None:
@@ -116,6 +119,61 @@ def test_a_script_of_ones_own_gets_only_what_is_mapped(script: str) -> None:
     command = Command.parse(words, {"train_micro_batch_size_per_gpu": "batch"})
     values = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
     assert command.words("b.json", values) == [script, "--deepspeed", "--deepspeed_config", "b.json", "--batch", "8"]
+
+
+def test_arguments_in_a_file(script: str, tmp_path: Path) -> None:
+    """Each launch has a copy with its own values; comments and the user's file stay where they are."""
+    own = tmp_path / "lf.yaml"
+    text = "# mine\ndeepspeed: ds.json\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-3\ndataset: 'über'\n"
+    own.write_text(text, "utf-8")
+    command = Command.parse([script, "--config", str(own), "--gradient_accumulation_steps", "4"])
+    assert (command.config, command.given("train_micro_batch_size_per_gpu")) == ("ds.json", "2")
+    assert command.given("gradient_accumulation_steps") == "4"
+    values = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "gradient_checkpointing": True}
+    (tmp_path / "trial").mkdir()
+    config = tmp_path / "trial" / "ds_config.json"
+    words = command.words(config, values)
+    copy = tmp_path / "trial" / "arguments.yaml"
+    assert words == [script, "--config", str(copy), "--gradient_accumulation_steps", "1"]
+    assert yaml.safe_load(copy.read_text("utf-8")) == {
+        "deepspeed": str(config), "per_device_train_batch_size": 8, "learning_rate": 1e-3, "dataset": "über",
+        "gradient_accumulation_steps": 1, "gradient_checkpointing": True,
+    }  # fmt: skip
+    assert own.read_text("utf-8") == text
+    other = Command.parse([script, f"--config={own}", "per_device_train_batch_size=3"])  # as OmegaConf takes it
+    assert other.given("train_micro_batch_size_per_gpu") == "3"
+    words = other.words(config, {"train_micro_batch_size_per_gpu": 4})
+    assert words == [script, f"--config={copy}", "per_device_train_batch_size=4"]
+    assert other.signature != command.signature
+    own.write_text(text.replace("ds.json", "other.json"), "utf-8")
+    assert Command.parse([script, f"--config={own}", "per_device_train_batch_size=3"]).signature == other.signature
+
+
+def test_names_of_axolotl_and_llama_factory(script: str, tmp_path: Path) -> None:
+    own = tmp_path / "arguments.yaml"
+    own.write_text("deepspeed: ds.json\nmicro_batch_size: 2\n")
+    command = Command.parse([script, str(own)])
+    assert command.given("train_micro_batch_size_per_gpu") == "2"
+    with pytest.raises(ConfigError, match="is your own file"):
+        command.words(tmp_path / "ds_config.json")
+    factory = Command.parse(["-m", "llamafactory.launcher", str(own)])
+    assert "gradient_checkpointing" in command.mappings
+    assert "gradient_checkpointing" not in factory.mappings  # there it is disable_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "file of arguments cannot be read"),
+        ("- deepspeed", "names no configuration"),
+        ("a: 1", "names no configuration"),
+        ("deepspeed: {stage: 3}", "names no configuration"),
+    ],
+)
+def test_bad_files_of_arguments(script: str, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        Command.parse([script, str(tmp_path / "a.yaml")])
 
 
 def test_sizes_keep_the_global_batch() -> None:
