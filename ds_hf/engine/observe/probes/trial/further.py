@@ -45,16 +45,42 @@ class Given:
         self.arguments = {**arguments, "model_parameters": None if parameters is None else list(parameters)}
         self._parameters = _copied(self.arguments["model_parameters"])
         optimizer = arguments["optimizer"]
-        self._groups = _copied(optimizer.param_groups) if isinstance(optimizer, Optimizer) else None
+        self._optimizer = _AsItWas(optimizer) if isinstance(optimizer, Optimizer) else None
 
     def again(self) -> dict[str, Any]:
-        """The same, with an optimizer as it was; without what one engine alone needs."""
-        optimizer = self.arguments["optimizer"]
-        if self._groups is not None:
-            old, optimizer = optimizer, object.__new__(type(optimizer))
-            optimizer.__dict__.update(vars(old), param_groups=_copied(self._groups), state=defaultdict(dict))
-        own = {"training_data": None, "lr_scheduler": None, "compiled": False}
-        return {**self.arguments, **own, "optimizer": optimizer, "model_parameters": _copied(self._parameters)}
+        """The same, with the optimizer as it was; without what one engine alone needs."""
+        if self._optimizer is not None:
+            self._optimizer.restore()
+        own = {"training_data": None, "lr_scheduler": None}
+        return {**self.arguments, **own, "model_parameters": _copied(self._parameters)}
+
+
+class _AsItWas:
+    """The groups and states of an optimizer that engines change, to be put back into the same object: a scheduler has
+    replaced its ``step`` by one that calls this object's, and others hold its groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups = list(zip(optimizer.param_groups, _copied(optimizer.param_groups) or [], strict=True))
+        # Adagrad makes its sums at construction: they are kept where they take nothing of the device.
+        self._state = {param: _on(state, torch.device("cpu")) for param, state in optimizer.state.items()}
+
+    def restore(self) -> None:
+        for group, kept in self._groups:
+            group.clear()
+            group.update(_copied([kept])[0])  # type: ignore[index]
+        self.optimizer.param_groups[:] = [group for group, _ in self._groups]
+        self.optimizer.state = defaultdict(dict)
+        for param, state in self._state.items():
+            self.optimizer.state[param] = _on(state, param.device)
+
+
+def _on(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A copy of a parameter's state; counters of one number are on the host."""
+    return {
+        key: value.to(device if value.dim() else "cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
 
 
 def _copied(groups: list[Any] | None) -> list[Any] | None:

@@ -52,9 +52,16 @@ def measured(folder: str, names: list[str], own: str, dtype: str) -> None:
     torch.manual_seed(1)
     model = Net()
     groups: Any = [{"params": [p], "lr": 1e-2} for p in model.parameters()]
-    optimizer = {"file": None, "torch": torch.optim.AdamW, "function": lambda p: torch.optim.AdamW(p, lr=1e-2)}[own]
-    given = {"optimizer": optimizer(groups) if own == "torch" else optimizer}  # type: ignore[misc]
-    if own != "torch":
+    optimizer = {
+        "file": None,
+        "torch": torch.optim.AdamW,
+        "function": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "scheduled": torch.optim.RMSprop,  # the engine calls its step, which the scheduler replaces
+    }[own]
+    given = {"optimizer": optimizer(groups) if own in ("torch", "scheduled") else optimizer}  # type: ignore[misc]
+    if own == "scheduled":
+        given["lr_scheduler"] = torch.optim.lr_scheduler.LambdaLR(given["optimizer"], lambda step: 1 / (step + 1))
+    if own in ("file", "function"):
         given["model_parameters"] = iter(groups)
     # the Trainer gives a dict that it has filled in
     engine = initialize(model=model, config=json.loads(Path(folder, f"{names[0]}.json").read_text()), **given)[0]
@@ -76,6 +83,7 @@ def said(folder: Path, name: str) -> tuple[list[tuple[Any, ...]], dict[str, Any]
         ("file", "bf16", list(SETTINGS)),
         ("torch", "torch_autocast", ["1", "3", "2"]),
         ("function", "bf16", ["2", "1"]),
+        ("scheduled", "bf16", ["1", "0"]),
     ],
 )
 def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: str, names: list[str]) -> None:
@@ -114,9 +122,23 @@ def test_an_optimizer_is_as_it_was() -> None:
     for _ in range(2):
         again = given.again()
         fresh = again["optimizer"]
-        assert type(fresh) is torch.optim.AdamW
+        assert fresh is optimizer  # what a scheduler has put in the place of its step calls this one
         assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
         assert [group["params"] for group in fresh.param_groups] == [params[:1], params[1:]]
         assert not fresh.state
+        fresh.state[params[0]] = {"step": 2}
+        fresh.param_groups[0]["lr"] = 0.0
         assert (again["lr_scheduler"], again["training_data"], again["claims"]) == (None, None, ())
         fresh.param_groups.clear()
+
+
+def test_states_of_the_constructor_come_back() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
+    given = Given({"optimizer": optimizer, "model_parameters": None})
+    for _ in range(2):
+        optimizer.state[param]["sum"].add_(1)
+        optimizer.state.clear()  # an engine takes them over
+        given.again()
+        assert optimizer.state[param]["sum"].tolist() == [0.5, 0.5]
+        assert float(optimizer.state[param]["step"]) == 0
