@@ -120,7 +120,8 @@ class Launches:
         goes_on = self.goes_on(setting)
         words = self.command.words(config, values)
         outcome = self._launch(name, words, request, watch, goes_on=goes_on)
-        if goes_on and outcome.kind != "ok":  # that may be what the engine before has left: once more from the start
+        ended = outcome.kind == "timeout" and self.left <= 0  # with the budget
+        if goes_on and outcome.kind != "ok" and not ended:  # what the engine before has left? Once more from the start
             self._stays = outcome.kind == "oom"
             spent, request = outcome.seconds, replace(request, further=int(self._stays))
             outcome = self._launch(name, words, request, watch)

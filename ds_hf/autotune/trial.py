@@ -370,11 +370,11 @@ def _end(folder: Path, pid: int, *, stacks: bool) -> None:
 def _family(folder: Path, pid: int) -> list[psutil.Process]:
     """The launched process and every one that inherited its mark: workers have sessions of their own, and may be
     orphans."""
-    mark = str(folder / "request.json")
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid == pid or process.environ().get(TRIAL_ENV) == mark:
+            mark = process.environ().get(TRIAL_ENV)  # of a further request, where they began later
+            if process.pid == pid or (mark and Path(mark).parent == folder):
                 found.append(process)
     return found
 

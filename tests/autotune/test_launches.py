@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from ds_hf.autotune.launches import Launches
 from ds_hf.autotune.result import Result
 from ds_hf.autotune.space import stands_beside
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Runner
-from ds_hf.measure.protocol import TrialRequest
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
 from tests.autotune.world import MIB, World
 
 Search = Callable[..., Result]
@@ -64,7 +67,7 @@ class Trips(World):
         return super().run(launch, watch)
 
 
-@pytest.mark.parametrize(("kind", "tried"), [("crash", 1), ("oom", 21)])
+@pytest.mark.parametrize(("kind", "tried"), [("crash", 1), ("timeout", 1), ("oom", 21)])
 def test_what_fails_there_is_started_by_itself(search: Search, kind: str, tried: int) -> None:
     """After a crash nothing goes on any more; memory may have been held by what was there, or be too small."""
     world = Trips(memory=100_000 * MIB)
@@ -73,6 +76,22 @@ def test_what_fails_there_is_started_by_itself(search: Search, kind: str, tried:
     assert len(world.again) == tried
     assert world.starts == len(world.launched) == 24
     assert result.best[1].samples / result.best[1].seconds == pytest.approx(max(world.grid().values()))
+
+
+def test_what_ends_with_the_budget_is_not_started_again(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Trips(memory=100_000 * MIB)
+    world.trips = "timeout"
+    run = world.run
+
+    def spends(launch: Launch, watch: Any) -> LaunchOutcome:
+        if launch.goes_on:
+            monkeypatch.setattr(Launches, "left", property(lambda self: 0.0))
+        return run(launch, watch)
+
+    world.run = spends  # type: ignore[method-assign]
+    search(world, **ALL)
+    assert len(world.again) == 1
+    assert world.starts == len(world.launched) < 5
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,20 @@ def test_what_an_older_search_asked_is_not_asked_again(tmp_path: Path) -> None:
         assert runner(launch(tmp_path, "1", goes_on=True)).kind == "ok"
     finally:
         runner.close()
+
+
+def test_what_a_further_request_started_is_ended_too(tmp_path: Path) -> None:
+    """Its environment names that request."""
+    runner, mark = Runner(), str(further_file(tmp_path.resolve() / "0" / "request.json", 1))
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(words, env={**os.environ, TRIAL_ENV: mark}, start_new_session=True) as helper:
+        try:
+            assert runner(launch(tmp_path, "0", goes_on=False)).kind == "ok"
+            runner.close()
+            assert is_gone(helper.pid)
+        finally:
+            runner.close()
+            helper.kill()
 
 
 def is_gone(pid: int) -> bool:

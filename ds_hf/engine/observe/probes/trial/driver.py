@@ -14,6 +14,7 @@ import json
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "attach"]
 
+_DRIVERS: weakref.WeakSet[Driver] = weakref.WeakSet()  # of scripts that end with their trials
 NATURAL_BEATS = 12  # of the probes before and after the script's own steps
 NATURAL_ERROR = 0.02  # of such a pair of readings at least, in its logarithm
 LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
@@ -87,6 +89,7 @@ class Driver:
         self._waited = 0.0
         self._machine: dict[str, float] = {}  # before the script's own steps
         if request.finish:
+            _DRIVERS.add(self)
             self._guard = SaveGuard(self._before_saving)
             atexit.register(self._ended_early, None)
         self.emit("facts", **facts(engine, self.meter.total))
@@ -103,7 +106,10 @@ class Driver:
             self.measured = True
             if self.request.finish:
                 self._guard.watch_files()
-            self.measure(args, dict(kwargs))
+            if others := [each for each in _DRIVERS if each is not self and not each.engine.destroyed]:
+                self._lead(others)
+            else:
+                self.measure(args, dict(kwargs))
             if self.request.further:
                 self.say_done()
                 follow(self.engine, self.request, partial(self._hand_over, args, dict(kwargs)))
@@ -114,6 +120,14 @@ class Driver:
             self._clock.mark()
             self._waited = self.loaders.waited
         return method(*args, **kwargs)
+
+    def _lead(self, others: list[Driver]) -> None:
+        """One of several engines tells nothing of a step of the script: its own steps are timed, by this one."""
+        self.emit("note", text=f"the script trains {len(others) + 1} engines, so only its own steps are timed",
+                  resizable=False)  # fmt: skip
+        for each in others:
+            each.measured = each.done = True
+            each.engine.events.intercept(None)
 
     def _hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any], engine: CoreEngine) -> None:
         """Another engine of the same script measures its request on the batch of this one."""

@@ -13,13 +13,15 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hf.errors import ConfigError
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
 from ds_hf.measure.saving import leave
 from ds_hf.regular_files import read_object
@@ -37,13 +39,12 @@ class Given:
     """What ``initialize`` was given, for engines made later: an engine rewrites the groups of an optimizer.
 
     Attributes:
-        arguments: by keyword; parameters that can be read once only are a list.
+        arguments: by keyword; parameters that can be read once only, also those of a group, are a list.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        parameters = arguments["model_parameters"]
-        self.arguments = {**arguments, "model_parameters": None if parameters is None else list(parameters)}
-        self._parameters = _copied(self.arguments["model_parameters"])
+        self._parameters = _copied(arguments["model_parameters"])
+        self.arguments = {**arguments, "model_parameters": _copied(self._parameters)}
         optimizer = arguments["optimizer"]
         self._optimizer = _AsItWas(optimizer) if isinstance(optimizer, Optimizer) else None
 
@@ -61,14 +62,14 @@ class _AsItWas:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._groups = list(zip(optimizer.param_groups, _copied(optimizer.param_groups) or [], strict=True))
+        self._groups = [(group, _group(group)) for group in optimizer.param_groups]
         # Adagrad makes its sums at construction: they are kept where they take nothing of the device.
         self._state = {param: _on(state, torch.device("cpu")) for param, state in optimizer.state.items()}
 
     def restore(self) -> None:
         for group, kept in self._groups:
             group.clear()
-            group.update(_copied([kept])[0])  # type: ignore[index]
+            group.update(_group(kept))
         self.optimizer.param_groups[:] = [group for group, _ in self._groups]
         self.optimizer.state = defaultdict(dict)
         for param, state in self._state.items():
@@ -78,16 +79,19 @@ class _AsItWas:
 def _on(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A copy of a parameter's state; counters of one number are on the host."""
     return {
-        key: value.to(device if value.dim() else "cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        key: value.to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
 
 
-def _copied(groups: list[Any] | None) -> list[Any] | None:
+def _copied(groups: Iterable[Any] | None) -> list[Any] | None:
     """Parameters, or groups of them that may be changed."""
-    if groups is None:
-        return None
-    return [{**each, "params": list(each["params"])} if isinstance(each, dict) else each for each in groups]
+    return None if groups is None else [_group(each) if isinstance(each, dict) else each for each in groups]
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": params if isinstance(params, Tensor) else list(params)}
 
 
 def follow(engine: CoreEngine, request: TrialRequest, measure: Callable[[CoreEngine], None]) -> NoReturn:
@@ -121,6 +125,7 @@ def _awaited(path: Path) -> Path:
 def _remade(engine: CoreEngine, config: dict[str, Any]) -> CoreEngine:
     make = engine.remake
     assert make is not None
+    modes = {module: module.training for module in engine.module.modules()}  # some keep parts from training
     engine.destroy()
     torch.compiler.reset()
     gc.collect()
@@ -130,21 +135,30 @@ def _remade(engine: CoreEngine, config: dict[str, Any]) -> CoreEngine:
     made = make(config)
     made.remake = make
     made.train()
+    for module, training in modes.items():
+        module.training = training
     return made
 
 
 def changed(given: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """``given``, which a program made of the file ``old``, as it would have made it of ``new``: what differs between
-    the files is put into it, and what the program filled in stays."""
+    the files is put into it, and what the program filled in stays.
+
+    Raises:
+        ConfigError: the program itself sets a key that differs, and nobody knows what it would do with the other value.
+    """
     found = dict(given)
     for key in old.keys() | new.keys():
         before, after = old.get(key), new.get(key)
         if before == after:
             continue
-        if key not in new:
-            found.pop(key, None)
-        elif isinstance(after, Mapping) and isinstance(found.get(key, {}), Mapping):
+        if isinstance(after, Mapping) and isinstance(found.get(key, {}), Mapping):
             found[key] = changed(found.get(key, {}), before if isinstance(before, Mapping) else {}, after)
-        else:
+            continue
+        if before != "auto" and found.get(key) != before:
+            raise ConfigError(f"the script itself gives {key} a value: it has to start again for another one")
+        if key in new:
             found[key] = after
+        else:
+            found.pop(key, None)
     return found

@@ -342,3 +342,28 @@ def test_a_script_that_would_save_ends_before(tmp_path: Path) -> None:
     assert [e["event"] for e in events][-2:] == ["note", "done"]
     assert len([e for e in events if e["event"] == "step" and e["kind"] == "natural"]) == steps - 1
     assert f"{steps - 1} of the script's own steps were timed, before save()" in events[-2]["text"]
+
+
+def two_engines(folder: str) -> None:
+    """In a process of its own: the trial ends it."""
+    torch.set_num_threads(1)
+    request = TrialRequest(f"{folder}/events.jsonl", natural_steps=3, points=((4, 2),), steps=4)
+    engines = [make_engine(1), make_engine(1)]
+    for engine in engines:
+        attach(engine, request)
+    for index in range(20):
+        for engine in engines:
+            train(engine, 1, index)
+
+
+def test_of_several_engines_the_script_s_steps_are_timed(tmp_path: Path) -> None:
+    """A replay of one would leave out the other: none is made, and steps are those of the first."""
+    process = multiprocessing.get_context("forkserver").Process(target=two_engines, args=(str(tmp_path),))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    events = events_of(tmp_path)
+    assert not [e for e in events if e["event"] in ("point", "survey")]
+    assert [e["kind"] for e in events if e["event"] == "step"] == ["natural"] * 3
+    assert [(e["resizable"], "2 engines" in e["text"]) for e in events if e["event"] == "note"] == [(False, True)]
+    assert events[-1]["event"] == "done"

@@ -13,6 +13,7 @@ import torch
 from ds_hf import initialize
 from ds_hf.engine.observe.probes.trial import driver, further
 from ds_hf.engine.observe.probes.trial.further import Given, changed
+from ds_hf.errors import ConfigError
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
 from tests.engine.observe.probes.trial.test_driver import Net, batch_of
 from tests.helpers.distributed import run_distributed
@@ -83,7 +84,7 @@ def said(folder: Path, name: str) -> tuple[list[tuple[Any, ...]], dict[str, Any]
         ("file", "bf16", list(SETTINGS)),
         ("torch", "torch_autocast", ["1", "3", "2"]),
         ("function", "bf16", ["2", "1"]),
-        ("scheduled", "bf16", ["1", "0"]),
+        ("scheduled", "bf16", ["1", "2"]),
     ],
 )
 def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: str, names: list[str]) -> None:
@@ -108,6 +109,11 @@ def test_what_a_program_filled_in_stays() -> None:
     found = changed(given, old, new)
     assert found == {"a": 3, "zero": {"stage": 2, "size": 50}, "bf16": {"enabled": True}, "b": 1, "own": new["own"]}
     assert given["zero"]["stage"] == 1
+    for own in (3, None):  # the script's, whatever the file says
+        with pytest.raises(ConfigError, match="the script itself gives stage a value"):
+            changed({**given, "zero": {**given["zero"], "stage": own}}, old, new)
+    with pytest.raises(ConfigError, match="compile"):
+        changed({**given, "own": {"compile": True}}, old, new)
     assert changed(given, new, new) == given
 
 
@@ -142,3 +148,28 @@ def test_states_of_the_constructor_come_back() -> None:
         given.again()
         assert optimizer.state[param]["sum"].tolist() == [0.5, 0.5]
         assert float(optimizer.state[param]["step"]) == 0
+
+
+def test_parameters_that_can_be_read_once() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups = ({"params": each, "lr": 0.1} for each in (iter(params[:2]), params[2]))
+    given = Given({"optimizer": None, "model_parameters": groups})
+    for made in (given.arguments, given.again(), given.again()):
+        first, second = made["model_parameters"]
+        assert first["params"] == params[:2]
+        assert second["params"] is params[2]
+        first["params"].clear()
+
+
+def partly_trained(folder: str) -> None:
+    os.environ[TRIAL_ENV] = f"{folder}/request.json"
+    TrialRequest(f"{folder}/events.jsonl").write(Path(os.environ[TRIAL_ENV]))
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+    engine = initialize(model=Net(), config=config)[0]
+    engine.module.drop.eval()
+    made = further._remade(engine, config)
+    assert [name for name, module in made.module.named_modules() if not module.training] == ["drop"]
+
+
+def test_parts_that_do_not_train_stay_so(tmp_path: Path) -> None:
+    run_distributed(partly_trained, 1, str(tmp_path))
