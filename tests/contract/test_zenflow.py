@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from ds_hf import Engine, initialize
 from ds_hf.engine.optim.adam import FusedAdam
 from ds_hf.engine.zero.gather import GatheredParameters
-from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
+from tests.contract.test_parity import ADAMW, CLIP, MICRO, NextTokenLM, batches, model
 from tests.contract.test_sequence_parity import losses as losses_of_sequences
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 Run = tuple[list[float], dict[str, Tensor]]
 CPU = {"device": "cpu"}
@@ -33,8 +35,9 @@ class PlainZenFlow:
         self.late: list[Tensor] | None = None
         self.rounds = 0
 
-    def step(self, grads: list[Tensor], sizes: list[Tensor], share: float = 1.0) -> None:
-        """``sizes``: what the columns are ranked by, in the shape of each gradient; ``share`` of the learning rates."""
+    def step(self, grads: Sequence[Tensor | None], sizes: list[Tensor], share: float = 1.0) -> None:
+        """``grads``: ``None`` of what is frozen; ``sizes``: what the columns are ranked by, in the shape of each
+        gradient; ``share`` of the learning rates."""
         self.rounds += 1
         self.share = share
         if self.masks is None:
@@ -51,14 +54,16 @@ class PlainZenFlow:
             self._land(self.late)
             self.late = None
         for chosen, grad, mask in zip(self.chosen, grads, self.masks, strict=True):
-            chosen.grad = grad[mask]
+            chosen.grad = None if grad is None else grad[mask]
         self._step(self.chosen_adam)
         self._land(None)
-        self.waiting = [waiting + grad for waiting, grad in zip(self.waiting, grads, strict=True)]
+        for waiting, grad in zip(self.waiting, grads, strict=True):
+            waiting += [] if grad is None else [grad]
         self.steps += 1
-        self._weigh(grads)
+        if every == "auto":
+            self._weigh([grad for grad in grads if grad is not None])
         if updates:
-            self._host_step([waiting / self.steps for waiting in self.waiting])
+            self._host_step(self._means())
             self._wait_for_nothing()
             if self.section.get("overlap_step") and not chooses:
                 self.late = [host.clone() for host in self.host]
@@ -74,14 +79,17 @@ class PlainZenFlow:
                 self._land(self.late)
                 self.late = None
             if self.steps:
-                self._host_step([waiting / self.steps for waiting in self.waiting])
+                self._host_step(self._means())
                 self._land(self.host)
             self._to_host()
             self.masks = None
 
-    def _host_step(self, grads: list[Tensor]) -> None:
+    def _means(self) -> list[Tensor | None]:
+        return [sum(waiting) / len(waiting) if waiting else None for waiting in self.waiting]
+
+    def _host_step(self, grads: Sequence[Tensor | None]) -> None:
         for host, grad in zip(self.host, grads, strict=True):
-            host.grad = grad.clone()
+            host.grad = None if grad is None else grad.clone()
         self._step(self.adam)
 
     def _adam(self, values: list[Tensor]) -> torch.optim.AdamW:
@@ -115,7 +123,8 @@ class PlainZenFlow:
         self._wait_for_nothing()
 
     def _wait_for_nothing(self) -> None:
-        self.waiting, self.steps = [torch.zeros_like(host) for host in self.host], 0
+        self.waiting: list[list[Tensor]] = [[] for _ in self.host]
+        self.steps = 0
         self.due, self.gathered = False, [(0.0, 0.0) for host in self.host]
 
     def _weigh(self, grads: list[Tensor]) -> None:
@@ -152,10 +161,12 @@ def plain(
     device: str = "cpu",
     options: Callable[[Tensor], dict[str, Any]] = lambda param: {},
     halved_every: int = 1000,
+    of_sums: bool = False,
 ) -> Run:
     """Losses and final weights.
 
     Args:
+        of_sums: columns are ranked by the sums over micro-batches, not by each of them.
         ends: steps after which a checkpoint is written.
         scales: the loss scale of each step, 0 where it is skipped.
         options: of a parameter, as in its group.
@@ -178,6 +189,8 @@ def plain(
         losses.append(total)
         if scales is not None and not scales[number]:
             continue
+        if of_sums:
+            sizes = [grad.abs() for grad in grads]
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         factor = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
         rule.step([grad * factor for grad in grads], sizes, 0.5 ** (number // halved_every))
@@ -190,6 +203,7 @@ def plain(
 
 def engine_of(section: dict[str, Any], stage: int, accumulation: int = 1, **more: Any) -> Engine:
     zero = {"stage": stage, "offload_optimizer": CPU, "zenflow": section, **more.pop("zero", {})}
+    made = more.pop("model", None) or model()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": accumulation,
@@ -198,7 +212,7 @@ def engine_of(section: dict[str, Any], stage: int, accumulation: int = 1, **more
         "zero_optimization": zero,
         **more,
     }
-    return initialize(model=model(), config=config)[0]
+    return initialize(model=made, config=config)[0]
 
 
 def steps(engine: Engine, accumulation: int = 1, first: int = 0, last: int | None = None) -> list[float]:
@@ -234,6 +248,7 @@ def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2
 CELLS = [
     # stage, accumulation, clip, what of the section
     (1, 1, 0.0, {}),
+    (1, 4, 0.0, {"overlap_step": True}),
     (2, 1, CLIP, {"overlap_step": True, "full_warm_up_rounds": 3}),
     (2, 4, 0.0, {"offload": True}),
     (3, 1, CLIP, {"overlap_step": True, "offload": True, "update_interval": 3, "select_interval": 7}),
@@ -250,7 +265,7 @@ def cells() -> None:
         engine = engine_of(section, stage, accumulation, gradient_clipping=clip)
         found = steps(engine, accumulation), weights(engine)
         engine.destroy()
-        assert_like(found, plain(section, accumulation, world, clip))
+        assert_like(found, plain(section, accumulation, world, clip, of_sums=stage == 1))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -434,6 +449,90 @@ def frozen_for_a_while() -> None:
 
 def test_parameters_that_are_frozen_for_a_while() -> None:
     run_distributed(frozen_for_a_while, 2, timeout=60)
+
+
+def frozen_in_turns(number: int) -> set[str]:
+    """In a part of a buffer, which may lie in the shard of one process alone, and always when all is updated."""
+    return {"blocks.0.up.weight"} if number and number % 2 == 0 else set()
+
+
+def frozen_first(number: int) -> set[str]:
+    names = {name for name, _ in model().named_parameters() if name.startswith("blocks.1.")}
+    return names if number < 4 else set()
+
+
+def one_that_begins_at_zero(number: int) -> set[str]:
+    return set()
+
+
+def like_adapters() -> NextTokenLM:
+    made = model()
+    torch.nn.init.zeros_(made.blocks[0].down.weight)  # so ``up`` has no gradient in the first step
+    return made
+
+
+# Which parameters are frozen in a step; what is updated by a rule of its own, and from which step on; warm-up of that.
+CHANGES: list[tuple[Callable[[int], set[str]], Callable[[], NextTokenLM], str, int, dict[str, Any]]] = [
+    (frozen_in_turns, model, "none", 0, {}),
+    (frozen_first, model, "blocks.1.", 4, {}),
+    (one_that_begins_at_zero, like_adapters, "blocks.0.", 0, {"update_interval": 1, "full_warm_up_rounds": 2}),
+]
+
+
+def parameters_that_come_and_go() -> None:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for frozen, make, own, begins, more in CHANGES:
+        section = {**EVERY, "select_interval": 50, **more}
+        engine = engine_of({**section, "full_warm_up_rounds": 0}, 2, model=make())
+        trained = make()
+        named = dict(trained.named_parameters())
+        rules = []
+        for mine, first, warm_up in ((False, 0, 0), (True, begins, more.get("full_warm_up_rounds", 0))):
+            part = {name: param for name, param in named.items() if name.startswith(own) is mine}
+            if part:
+                rule = PlainZenFlow(
+                    list(part.values()), {**section, "full_warm_up_rounds": warm_up}, [{} for _ in part]
+                )
+                rules.append((part, rule, first))
+        for number, (micro,) in enumerate(batches(1, world)):
+            for name, param in engine.module.named_parameters():
+                param.requires_grad_(name not in frozen(number))
+            engine.backward(engine(micro[rank]))
+            engine.step()
+            loss = sum(trained(ids) for ids in micro) / world
+            grads = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+            for part, rule, first in rules:
+                if number >= first:
+                    given = [None if name in frozen(number) else grads[name] for name in part]
+                    rule.step(given, [grads[name].abs() for name in part])
+        found = [], weights(engine)
+        engine.destroy()
+        assert_like(found, ([], {name: param.detach() for name, param in named.items()}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_that_come_and_go(world: int) -> None:
+    run_distributed(parameters_that_come_and_go, world, timeout=60)
+
+
+def written_between_steps() -> list[bool]:
+    """What the next update takes back is told, on CPUs in fp32 too."""
+    lines = Lines()
+    logging.getLogger("ds_hf").addHandler(lines)
+    found = []
+    engine = engine_of(EVERY, 2)
+    for number in range(4):
+        steps(engine, first=number, last=number + 1)
+        found.append(any("was written" in text for text in lines.texts))
+        if number == 2:
+            with torch.no_grad():
+                engine.module.blocks[0].up.weight.mul_(0.5)
+    engine.destroy()
+    return found
+
+
+def test_a_write_that_is_taken_back_is_told() -> None:
+    assert run_distributed(written_between_steps, 1, timeout=30) == [[False, False, False, True]]
 
 
 def fine_tuned() -> list[float]:

@@ -304,7 +304,8 @@ class UnitsJob:
     ) -> None:
         self._note_failure = failed  # before the exception is seen: it may run beside the next forward
         self.grads = [grads for _, grads in units]
-        self._segments = [segments for segments, _ in units]
+        # As they are in this step: the next one may freeze some while this update still runs.
+        self._segments = [[(segment, segment.active) for segment in segments] for segments, _ in units]
         self._update, self.groups, self.control = update, groups, scale_and_skip
         for grads in self.grads:
             if grads is not None:
@@ -316,9 +317,14 @@ class UnitsJob:
     def idle(self) -> bool:
         return self.control.forbids or all(grads is None for grads in self.grads)
 
-    def replace(self, grads: Tensor, scale_and_skip: Tensor) -> None:
-        """Let the update of its one unit be by other gradients, flat, and another factor, both in host memory."""
+    def replace(self, grads: Tensor, scale_and_skip: Tensor, segments: Sequence[tuple[Segment, bool]]) -> None:
+        """Let the update of its one unit be by other gradients, flat, and another factor, both in host memory.
+
+        Args:
+            segments: of the unit, each with whether it is updated.
+        """
         self.grads, self.control = [grads], _ScaleAndSkip(scale_and_skip, scale_and_skip.device)
+        self._segments = [list(segments)]
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         try:
@@ -332,8 +338,8 @@ class UnitsJob:
         for segments, grads, out in zip(self._segments, self.grads, outs, strict=True):
             if grads is None:
                 continue
-            for s in segments:
-                if not s.active:
+            for s, active in segments:
+                if not active:
                     if out is not None and s.low is None:  # all of ``out`` becomes the parameters
                         out[s.start : s.end].copy_(s.param.view(-1))
                     continue

@@ -274,11 +274,10 @@ class _LostWrites:
         compared = self._steps > 0 and not optimizer.store.splits
         self._steps -= compared
         for buffer, master in optimizer.masters.items():
-            beside = buffer.dtype is not master.dtype or buffer.device != master.device
-            if not buffer.sharded and (buffer in optimizer.low_bits or not beside):
-                continue
             if not buffer.sharded and set(map(type, buffer.params)) != {nn.Parameter}:
                 continue  # they are on their way, of another class: they were not touched since
+            if not buffer.sharded and (buffer in optimizer.low_bits or _share_memory(buffer.params[0], master)):
+                continue
             now = [param._version for param in buffer.params]
             before = optimizer.versions.get(buffer, now)
             written = None
@@ -314,3 +313,7 @@ class _LostWrites:
         start = 0 if optimizer.policy.whole else buffer.layout.shard_range(buffer.axis.rank)[0]
         position = start + int(unlike.nonzero()[0])
         return next((buffer.params[slot.index] for slot in buffer.layout.slots if position < slot.end), None)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ the host's are those of means over several steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,26 +50,38 @@ class Chosen:
     def __init__(self, mask: Tensor, positions: Tensor, segments: Sequence[Segment], master: Tensor, name: str) -> None:
         self.mask, self.positions = mask, positions
         self.last: Tensor | None = None
-        there = positions.cpu()
-        self.block = Block(master.index_select(0, there).to(positions.device), name)
+        self.block = Block(master.index_select(0, positions.cpu()).to(positions.device), name)
         self.stale = False
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.cuts: list[_Cut] = []
-        for segment in segments:
-            first, last = torch.searchsorted(
-                there, torch.tensor([segment.start, segment.end], dtype=there.dtype)
-            ).tolist()
-            if first == last:
-                continue
-            param = nn.Parameter(self.block.values[first:last], requires_grad=True)
+        for first, param, segment in self._parts(segments):
             self.cuts.append(_Cut(first, param, segment))
             made: dict[str, Any] = {key: torch.zeros_like(param.data) for key in ("exp_avg", "exp_avg_sq")}
             self.state[param] = {**made, "step": torch.zeros((), dtype=torch.float32, device=positions.device)}
         self.block.bind(self.cuts, self.state)
 
-    def fits(self, segments: Sequence[Segment]) -> bool:
-        """Whether these are the segments that it was cut for."""
-        return {id(cut.segment) for cut in self.cuts} <= {id(segment) for segment in segments}
+    def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, nn.Parameter, Segment]]:
+        """Of each segment that has chosen elements: the first of them, its masters, and itself."""
+        there = self.positions.cpu()
+        for segment in segments:
+            first, last = torch.searchsorted(
+                there, torch.tensor([segment.start, segment.end], dtype=there.dtype)
+            ).tolist()
+            if first < last:
+                yield first, nn.Parameter(self.block.values[first:last], requires_grad=True), segment
+
+    def cut(self, segments: Sequence[Segment]) -> None:
+        """Follow the segments, which were cut further since; moments and counters do. They are where they rest."""
+        if {id(cut.segment) for cut in self.cuts} <= {id(segment) for segment in segments}:
+            return
+        before, self.cuts = self.cuts, []
+        states, self.state = self.state, defaultdict(dict)
+        for first, param, segment in self._parts(segments):
+            old = next(cut for cut in reversed(before) if cut.start <= first)
+            inside = slice(first - old.start, first - old.start + param.numel())
+            self.cuts.append(_Cut(first, param, segment))
+            self.state[param] = {k: v[inside] if v.dim() else v.clone() for k, v in states[old.param].items()}
+        self.block.bind(self.cuts, self.state)
 
     def to_host(self, master: Tensor) -> None:
         """Write the masters where they are on the host, which then has them all."""

@@ -9,9 +9,10 @@ gradients' way down. What the host has written over chosen elements is replaced 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class ZenFlowStore(HostStore):
         self._summing = Worker()  # micro-batches: a step that needs their norm must not wait for an update
         self._travelling = StreamedUpdates(device, pinned=settings.pinned)  # where chosen states are on the host
         self._chosen: dict[GradientBuffer, Chosen] = {}
+        self._asked_again: set[GradientBuffer] = set()  # of buffers without chosen columns
         self._put_off: dict[GradientBuffer, _PutOff] = {}
         self._running: list[tuple[GradientBuffer, Future[None]]] = []
         self._over = _ChosenOver(self.link, self._chosen, pinned=settings.pinned)
@@ -86,8 +88,11 @@ class ZenFlowStore(HostStore):
         return choosing or (self._pressure is not None and bool(self._chosen))
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
-        if any(not chosen.fits(segments.get(gradient, ())) for gradient, chosen in self._chosen.items()):
-            self._drop_chosen()  # cut anew, which ``settle`` comes before
+        for gradient, chosen in self._chosen.items():  # one process may cut where others need not
+            self._travelling.arrived(chosen.block)
+            chosen.cut(segments[gradient])
+        for gradient, waiting in self._put_off.items():
+            waiting.cut(segments[gradient])
         split = super().bind(inner, segments)
         for gradient in segments:
             storage = _storage(gradient)
@@ -104,27 +109,30 @@ class ZenFlowStore(HostStore):
         now = self.rounds.advance(self._inner.param_groups[0], due=due)
         late = self._finish_running() if now.full or now.updates else []
         late = [gradient for gradient in late if gradient not in gradients]
+        whole = [gradient for gradient in gradients if now.full or gradient not in self._chosen]
+        others = [gradient for gradient in gradients if gradient not in whole]
         plain = make([])  # its groups and its factor, without waiting for gradients to come down
         assert isinstance(plain, UnitsJob)
+        chooses = gradients if now.ranks else [] if now.full else whole
         sums: dict[GradientBuffer, Tensor] = {}
-        if now.ranks or (self._pressure is not None and not now.full):
+        if chooses or (self._pressure is not None and not now.full):
             sums = {gradient: _storage(gradient).sums(gradient.owned, self._compute) for gradient in gradients}
         waits = now.full or (now.updates and (now.ranks or not self._overlaps))
-        if now.full:
-            self._running = list(self._submitted(gradients, make))
-        else:
-            self._update_chosen(gradients, plain)
+        begun = list(self._submitted(whole, make))
+        if not now.full:
+            self._update_chosen(others, plain)
             if not waits:
-                yield [*gradients, *late]
+                yield [*others, *late]
             self._weigh(sums, plain, updates=now.updates)
-            self._put_by(gradients, make)
+            self._put_by(others, make)
             if now.updates:
                 self._update_from_means()
+        self._finish(begun)
         if waits:
             self._finish_running()
-            yield [*gradients, *late]
-        if now.ranks:
-            self._choose_columns(sums)
+        if whole or waits:
+            yield [*whole, *([*others, *late] if waits else [])]
+        self._choose_columns({gradient: sums[gradient] for gradient in chooses})
 
     def _update_chosen(self, gradients: Sequence[GradientBuffer], plain: UnitsJob) -> None:
         """On the device, and give the parameters there their values."""
@@ -178,7 +186,8 @@ class ZenFlowStore(HostStore):
                 total = host_empty(grads.numel(), torch.float32, pinned=False)
                 waiting = self._put_off[gradient] = _PutOff(total, job)
             scale_and_skip = job.control.on(grads.device)
-            waiting.job, waiting.steps = job, waiting.steps + 1
+            waiting.job = job
+            waiting.count(self._segments[gradient])
             waiting.added = self.worker.submit(_add, waiting.total, grads, scale_and_skip)
             _storage(gradient).read_by(waiting.added)
 
@@ -186,26 +195,35 @@ class ZenFlowStore(HostStore):
         """Let the thread update everything by the mean of what waits, and begin with nothing again."""
         for gradient, waiting in self._put_off.items():
             if waiting.steps:
+                segments = [(s, waiting.steps_of.get(s.start, 0)) for s in self._segments[gradient]]
                 mean = torch.tensor([1 / waiting.steps, 0.0])
-                waiting.job.replace(waiting.total, mean)
+                waiting.job.replace(waiting.total, mean, [(segment, steps > 0) for segment, steps in segments])
+                fewer = [(s.start, s.end, waiting.steps / n) for s, n in segments if 0 < n < waiting.steps]
                 out = self.outputs.begin(gradient, self._master(gradient))
                 befores = waiting.added, self._over.copied.pop(gradient, DONE)
-                update = self.worker.submit(_update, waiting.job, out, waiting.total, *befores)
+                update = self.worker.submit(_update, waiting.job, out, waiting.total, fewer, *befores)
                 self._running.append((gradient, update))
-                waiting.steps = 0
+                waiting.forget()
 
     def _finish_running(self) -> list[GradientBuffer]:
         """Wait for the host's updates, and have their parameters brought where they are used; whose they were."""
         running, self._running = self._running, []
-        for gradient, update in running:
+        return self._finish(running)
+
+    def _finish(self, updates: Sequence[tuple[GradientBuffer, Future[None]]]) -> list[GradientBuffer]:
+        for gradient, update in updates:
             update.result()
             self.outputs.finish(gradient)
-        return [gradient for gradient, _ in running]
+        return [gradient for gradient, _ in updates]
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def _choose_columns(self, sums: Mapping[GradientBuffer, Tensor]) -> None:
-        """The columns that the next steps update, by the sums in this process. Collective. Nothing runs."""
+        """The columns that the next steps update, by the sums in this process. Collective. Nothing runs on ``sums``'s.
+
+        Where a matrix has no gradient yet (the first matrices of adapters: the second ones begin at zero), its buffer
+        is updated as a whole and asked again in the next step; once, if others in it have one.
+        """
         if not sums:
             return
         axis = next(iter(sums)).buffer.axis
@@ -213,6 +231,12 @@ class ZenFlowStore(HostStore):
         for gradient, sum_ in zip(sums, torch.split(together, [len(each) for each in sums.values()]), strict=True):
             storage, master = _storage(gradient), self._master(gradient)
             assert storage.columns is not None
+            if gradient not in self._chosen and gradient not in self._asked_again:
+                has_some = [bool(of.any()) for of in torch.split(sum_, storage.columns.counts)]
+                if not all(has_some):
+                    if any(has_some):
+                        self._asked_again.add(gradient)
+                    continue
             self._to_host(gradient)
             mask = storage.columns.largest(sum_, self._share)
             storage.positions = storage.columns.positions(mask)
@@ -235,6 +259,7 @@ class ZenFlowStore(HostStore):
             self._to_host(gradient)
             _storage(gradient).positions = None
         self._chosen.clear()
+        self._asked_again.clear()
         self.rounds.forget()
         if self._pressure is not None:
             self._pressure.forget()
@@ -282,13 +307,31 @@ class _PutOff:
         total: fp32, ``[shard_numel]``, their sum, each times its step's factor.
         job: of the last step, which becomes the update.
         steps: of how many steps.
+        steps_of: in how many of them each segment was not frozen, by its start.
         added: the last addition.
     """
 
     total: Tensor
     job: UnitsJob
     steps: int = 0
+    steps_of: dict[int, int] = field(default_factory=dict)
     added: Future[None] | None = None
+
+    def count(self, segments: Sequence[Segment]) -> None:
+        """One more step was added."""
+        self.steps += 1
+        for segment in segments:
+            self.steps_of[segment.start] = self.steps_of.get(segment.start, 0) + segment.active
+
+    def cut(self, segments: Sequence[Segment]) -> None:
+        """Follow the segments, which may have been cut further since."""
+        starts = sorted(self.steps_of)
+        if starts:
+            self.steps_of = {s.start: self.steps_of[starts[bisect_right(starts, s.start) - 1]] for s in segments}
+
+    def forget(self) -> None:
+        """It is updated with what there is."""
+        self.steps, self.steps_of = 0, {}
 
 
 class _ChosenOver(Outputs):
@@ -335,10 +378,20 @@ def _add(total: Tensor, grads: Tensor, scale_and_skip: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _update(job: UnitsJob, out: Tensor | None, total: Tensor, added: Future[None] | None, copied: Arrival) -> None:
+def _update(
+    job: UnitsJob,
+    out: Tensor | None,
+    total: Tensor,
+    fewer: Sequence[tuple[int, int, float]],
+    added: Future[None] | None,
+    copied: Arrival,
+) -> None:
+    """``fewer``: stretches that have gradients of fewer steps, and what makes the mean of all steps theirs."""
     if added is not None:
         added.result()  # over by now: an error of it is one of this update
     copied.on_host()  # the last parameters may still be on their way from ``out``
+    for start, end, factor in fewer:
+        total[start:end].mul_(factor)
     job([out])
     total.zero_()
 
