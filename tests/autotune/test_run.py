@@ -70,7 +70,8 @@ def _goes_on_or_says_why(finished: tuple[list[str], Path, float], data: st.DataO
         place = data.draw(st.sampled_from([folder / each for each in (JOURNAL, JOURNAL, *MADE)]))
         note(data.draw(wrong_file(place)))
         with contextlib.suppress(DsHfError, OSError):
-            assert _tune(words, folder) <= found
+            # launches are counted: where one is lost the best of all may not be reached, but what was there is
+            assert _tune(words, folder) <= 1.1 * found
 
 
 @given(data=st.data())
