@@ -49,9 +49,9 @@ class ActivationChoice:
 def settle_activations(trainer: Any) -> None:
     """Choose, write the choice into arguments, plugin and model, and say it on one rank."""
     arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
-    length = _longest(trainer.train_dataset)
+    length, reason = _longest(trainer.train_dataset)
     if not length:
-        _say("activations are not looked at: the data set is a stream, or its samples have no input_ids")
+        _say(f"activations are not looked at: {reason}")
         return
     micro = arguments.per_device_train_batch_size
     try:
@@ -162,20 +162,38 @@ def _room(model: Any) -> int:
     return free_device_memory().device + _over_ranks(held, process_group.ReduceOp.MIN)
 
 
-def _longest(dataset: Any) -> int:
-    """Tokens of the longest sample of some hundred that lie evenly; over all ranks, 0 where one knows none."""
-    longest = 0
+def _longest(dataset: Any) -> tuple[int, str]:
+    """Tokens of the longest sample of some hundred that lie evenly, over all ranks; 0 where one knows none, and why."""
+    longest, reason = 0, "the data set is a stream, or there is none"
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
+        reason = "samples of the data set have no input_ids"
         end, step = time.monotonic() + SCAN_SECONDS, max(1, len(dataset) // LOOKED_AT)
         with _random_numbers_kept():
             for index in range(0, len(dataset), step):
-                sample = dataset[index]
-                tokens = sample.get("input_ids") if isinstance(sample, Mapping) else None
-                if not isinstance(tokens, Sized) or time.monotonic() > end:
+                try:
+                    tokens = _tokens(dataset[index])
+                except Exception as error:  # training may never ask for it; if it does, it says so itself
+                    reason = f"sample {index} of the data set cannot be read ({type(error).__name__}: {error})"
+                    longest = 0
                     break
-                longest = max(longest, len(tokens))
+                longest = max(longest, tokens or 0)
+                if tokens is None or time.monotonic() > end:
+                    break
     least = _over_ranks(longest, process_group.ReduceOp.MIN)
-    return _over_ranks(longest, process_group.ReduceOp.MAX) if least else 0
+    if longest and not least:
+        reason = "another process knows no length of its samples"
+    return (_over_ranks(longest, process_group.ReduceOp.MAX) if least else 0), reason
+
+
+def _tokens(sample: Any) -> int | None:
+    """Of one sample, whose ids are flat or have further dimensions in front; ``None`` where it has no ids."""
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    shape = getattr(ids, "shape", None)
+    if shape is not None:
+        return int(shape[-1]) if len(shape) else None
+    while isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple):
+        ids = ids[0]
+    return len(ids) if isinstance(ids, Sized) else None
 
 
 @contextmanager

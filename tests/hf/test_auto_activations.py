@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -87,11 +89,42 @@ def test_the_longest_sample_is_found_and_nothing_is_drawn() -> None:
     torch.manual_seed(3)
     random.seed(3)
     states = torch.get_rng_state(), random.getstate()
-    assert auto_activations._longest(Samples()) == LENGTH
+    assert auto_activations._longest(Samples())[0] == LENGTH
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
-    assert auto_activations._longest(Stream()) == 0
-    assert auto_activations._longest([{"pixel_values": torch.zeros(3)}]) == 0
+    for nothing in (Stream(), None, [], [{"pixel_values": torch.zeros(3)}], [(torch.zeros(3),)], [{"input_ids": None}]):
+        assert auto_activations._longest(nothing)[0] == 0
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], np.array])
+def test_ids_of_any_kind_have_their_last_dimension_as_length(kind: Callable[[list[int]], Any]) -> None:
+    samples = [{"input_ids": kind(list(range(length)))} for length in (3, 17, 5)]
+    assert auto_activations._longest(samples) == (17, "samples of the data set have no input_ids")
+
+
+class Broken(Dataset[Any]):
+    """On the first process a sample cannot be read, which training never asks for."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random.random()
+        if index == 5 and torch.distributed.get_rank() == 0:
+            raise OSError("no such picture")
+        return {"input_ids": torch.zeros(LENGTH)}
+
+
+def looked_at_broken() -> tuple[tuple[int, str], bool]:
+    random.seed(3)
+    state = random.getstate()
+    return auto_activations._longest(Broken()), state == random.getstate()
+
+
+def test_a_sample_that_cannot_be_read_ends_the_look_on_all_processes() -> None:
+    first, second = run_distributed(looked_at_broken, 2, timeout=30)
+    assert first == ((0, "sample 5 of the data set cannot be read (OSError: no such picture)"), True)
+    assert second == ((0, "another process knows no length of its samples"), True)
 
 
 class Equal(Dataset[Any]):
@@ -154,7 +187,7 @@ def test_a_trainer_trains_as_without(tmp_path: Path) -> None:
         assert ours["host"] == (way[-1][1] == OFFLOADED)
         (line,) = ours["said"]
         assert line.startswith(f"activations of 2 x {LENGTH} tokens are {way[-1][1]}")
-    reason = "the data set is a stream, or its samples have no input_ids"
+    reason = "the data set is a stream, or there is none"
     assert streamed["said"] == [f"activations are not looked at: {reason}"]
 
 
