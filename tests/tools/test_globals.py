@@ -32,6 +32,9 @@ ALLOWED = {
     "engine/modules/capturing.py": {"_engines"},  # torch's graphs share memory, and a round of replays is of all
     "engine/modules/quantized/layers.py": {"_DERIVED"},  # classes, one for each that was derived from
     "engine/parallel/tensor/styles.py": {"_DERIVED"},  # the same
+    "engine/observe/probes/trial/driver.py": {
+        "_DRIVERS"
+    },  # a trial is a process's, whose script may make several engines
     "engine/observe/python_gc.py": {"_engines", "_lock", "_was_on"},  # Python's collector
     "engine/observe/report/attach.py": {"_active"},  # logs of collectives and loaders are the process's
     "engine/ops/cpu.py": {"_thread"},  # threads of OpenMP
