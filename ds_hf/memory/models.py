@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,9 +157,21 @@ def without_values(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise UnpredictableError(f"{type(model).__name__} cannot be copied to the meta device: {error}") from error
+    for module in copied.modules():
+        if _calls_another(vars(module).get("forward")):
+            del module.forward
+    return copied
+
+
+def _calls_another(forward: Any) -> bool:
+    """Whether a ``forward`` that was put on a module (TRL's losses do) remembers a method of one, which no copy binds
+    anew: the copy would compute with the weights of the original."""
+    cells = getattr(getattr(forward, "__func__", forward), "__closure__", None) or ()
+    filled = [cell.cell_contents for cell in cells if cell != CellType()]
+    return any(isinstance(getattr(value, "__self__", None), nn.Module) for value in filled)
 
 
 def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -82,3 +83,12 @@ def test_a_module_of_ones_own_needs_a_batch() -> None:
     assert inputs["tokens"].shape == (5, 9)
     assert inputs["tokens"].is_meta
     assert inputs["flag"] is True
+
+
+def test_a_forward_that_was_put_on_a_model_is_not_run_with_its_weights() -> None:
+    model = TinyLM()
+    original = model.forward
+    model.forward = MethodType(lambda self, tokens: original(tokens), model)  # type: ignore[method-assign]
+    copied = without_values(model)
+    assert copied(torch.zeros(2, 8, dtype=torch.long, device="meta")).device.type == "meta"
+    assert model.forward.__func__ is not TinyLM.forward
