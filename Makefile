@@ -56,11 +56,11 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for three minutes, train a sma
 test: $(STAMP) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
 	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,docs) collect
 	@# mypy takes one core for a minute: beside the tests, which wait for processes half of the time; what it says comes last
-	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; five on
+	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
 	@# two cores
 	@said=$$(mktemp); $(if $(NEWEST)$(OTHER),true,$(MAKE) --no-print-directory lint) >$$said 2>&1 & lint=$$!; \
 	trap 'kill $$lint 2>/dev/null; rm -f $$said' EXIT; \
-	$(BIN)/pytest -q -n 5 --dist worksteal -m "not slow and not gpu"; tested=$$?; \
+	$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"; tested=$$?; \
 	wait $$lint; linted=$$?; cat $$said; exit $$((tested || linted))
 
 collect: $(STAMP) $(LIBRARY)
