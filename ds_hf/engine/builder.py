@@ -65,7 +65,7 @@ def _repeatable(build: F) -> F:
     @wraps(build)
     def run(model: nn.Module, source: Any, **given: Any) -> CoreEngine:
         if not os.environ.get(TRIAL_ENV):
-            return build(model, source, **given)  # type: ignore[no-any-return]
+            return cast(CoreEngine, build(model, source, **given))
         from ds_hf.engine.observe.probes.trial.further import Given
 
         kept = Given(given)

@@ -93,8 +93,8 @@ def choose_at_parse_time(arguments: Any) -> None:
 def _take_kernels(arguments: Any) -> None:
     """Liger's norms, rotations and activations where they are installed, unless the command line speaks of them.
 
-    Its losses are left out: they give no logits, which label smoothing and scripts look at; the loss in chunks of
-    ``ds_hf.chunked_loss`` makes them where somebody does.
+    Its losses are left out because they return no logits, which label smoothing and many scripts read. The loss of
+    ``ds_hf.chunked_loss`` computes logits when a script reads them.
     """
     named = any(word.lstrip("-").replace("-", "_").startswith("use_liger_kernel") for word in sys.argv[1:])
     if named or arguments.use_liger_kernel or not torch.cuda.is_available() or find_spec("liger_kernel") is None:

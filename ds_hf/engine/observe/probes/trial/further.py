@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Given", "changed", "follow"]
 
 POLL_SECONDS = 0.02
-LONGEST_WAIT_S = 900.0  # for a request: whoever would send one is gone
+LONGEST_WAIT_S = 900.0  # for the next request; by then the autotuner must have ended
 
 
 class Given:
@@ -95,7 +95,7 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(engine: CoreEngine, request: TrialRequest, measure: Callable[[CoreEngine], None]) -> NoReturn:
-    """Let each further request be measured, until nobody asks any more.
+    """Serve one request after another, and end the process after the last.
 
     Args:
         request: of ``engine``, which has measured it. measure: is given the engine of each further one.
@@ -145,7 +145,7 @@ def changed(given: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, 
     the files is put into it, and what the program filled in stays.
 
     Raises:
-        ConfigError: the program itself sets a key that differs, and nobody knows what it would do with the other value.
+        ConfigError: the program sets a key itself that differs between the files: its new value cannot be known.
     """
     found = dict(given)
     for key in old.keys() | new.keys():
