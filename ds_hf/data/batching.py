@@ -126,6 +126,9 @@ class VariableBatchSizeLR:
         base_batch_size: for which they are meant.
         batch_sizes: of the batches of an epoch, in order.
         position: which batch comes next; the number of ``step`` calls by default.
+
+    Raises:
+        ConfigError: ``lr_scheduler`` changes rates by a metric, so what it gives is not known before.
     """
 
     def __init__(
@@ -141,6 +144,12 @@ class VariableBatchSizeLR:
         position: Callable[[], int] | None = None,
     ) -> None:
         scheduled = hasattr(lr_scheduler, "step") and hasattr(lr_scheduler, "optimizer")
+        if scheduled and type(lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
+            raise ConfigError(
+                f"{type(lr_scheduler).__name__} changes the rates that it finds, and dynamic_batching has scaled them: "
+                'take another schedule, or "lr_scaling_method": "none"',
+                "dynamic_batching",
+            )
         self.base_lr_scheduler = lr_scheduler if scheduled else None
         self.optimizer = lr_scheduler if self.base_lr_scheduler is None else lr_scheduler.optimizer
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
@@ -149,6 +158,14 @@ class VariableBatchSizeLR:
         self.base_lrs = self._unscaled = self._rates()
         self.last_epoch = last_epoch + 1
         self.rescale()
+        self._last = self._rates()
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the schedule has (``total_steps``, which accelerate looks for)."""
+        base = vars(self).get("base_lr_scheduler")
+        if base is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(base, name)
 
     def _rates(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -171,12 +188,15 @@ class VariableBatchSizeLR:
         self._unscaled = self._rates()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self.rescale()
+        self._last = self._rates()
 
     def get_lr(self) -> list[float]:
         """The rates of the next batch."""
         return self._rates()
 
-    get_last_lr = get_lr
+    def get_last_lr(self) -> list[float]:
+        """The rates that the last ``step`` set, though the batch after it may be known by now."""
+        return list(self._last)
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints; batches follow from the data."""
@@ -190,3 +210,4 @@ class VariableBatchSizeLR:
         self.last_epoch, self._unscaled = state_dict["last_epoch"], list(state_dict["unscaled"])
         if self._position is None:  # else the groups' own rates are restored, and the place is not known yet
             self.rescale()
+        self._last = self._rates()

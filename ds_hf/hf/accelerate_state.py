@@ -1,6 +1,6 @@
 """Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, the sizes of a
-``ParallelismConfig``, loaders and metrics under tensor parallelism, checkpoints that are written in the background, and
-skipping batches of divided sequences.
+``ParallelismConfig``, batches of a budget of tokens, loaders and metrics under tensor parallelism, checkpoints that are
+written in the background, and skipping batches of divided sequences.
 
 accelerate asks for a backend only where it finds a device it knows. On a CPU machine it finds none, lets DeepSpeed make
 the process group all the same, and then believes on every rank that it is alone: no data are divided. Naming gloo
@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_hf.config.plan import StatePlan
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.source import plain_config
+from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
 
 __all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
@@ -78,7 +79,14 @@ def wrap_accelerator(module: ModuleType) -> None:
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         _share_layers(accelerator)
         with _environment(_sizes(accelerator.parallelism_config)):
-            return wrapped(*args, **kwargs)
+            prepared = wrapped(*args, **kwargs)
+        follow_batches(accelerator, prepared)
+        return prepared
+
+    def by_tokens(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        given = {"data_loader": args[0]} if args else {}
+        given |= dict(zip(("device_placement", "slice_fn_for_dispatch"), args[1:], strict=False)) | kwargs
+        return wrapped(**{**given, "data_loader": with_batches(accelerator, given["data_loader"])})
 
     def with_mesh(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """What loaders ask, also one that is prepared before the model (evaluation without training)."""
@@ -137,6 +145,7 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrap(module, "Accelerator._prepare_tp", leave_models)
     wrap(module, "Accelerator._prepare_deepspeed", with_sizes)
     wrap(module, "Accelerator._prepare_device_mesh", with_mesh)
+    wrap(module, "Accelerator.prepare_data_loader", by_tokens)
     wrap(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrap(module, "Accelerator.save_state", written("wait"))
     wrap(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone

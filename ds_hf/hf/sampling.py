@@ -1,4 +1,4 @@
-"""The Trainer's samples where metrics choose them (``data_efficiency``): in one row, which accelerate deals out."""
+"""The Trainer's samples where metrics or a budget of tokens choose them: in one row, which accelerate deals out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.hf.loss import Args, Kwargs, Wrapped
 from ds_hf.log import warn_once
 
-__all__ = ["sample_by_metrics"]
+__all__ = ["check_batches", "sample_by_metrics"]
 
 
 def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -19,17 +19,15 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
     """
     settings = _settings(trainer)
     if settings is not None and settings.data_efficiency.batches_by_tokens:
-        raise ConfigError(
-            'the Trainer makes batches of a number of samples: give it train_sampling_strategy="batch_rebalance" for '
-            "batches of equal cost, and disable dynamic_batching",
-            "/data_efficiency/data_sampling/dynamic_batching",
-        )
+        from ds_hf.hf.token_batches import sampler_of
+
+        return sampler_of(settings, trainer, _dataset(trainer, args, kwargs))
     if settings is None or not settings.data_efficiency.samples_by_metrics:
         return wrapped(*args, **kwargs)
     section = settings.resolved["data_efficiency"]
     from ds_hf.data.sampler import ClusterDraws, EpochSampler
 
-    dataset = args[0] if args else kwargs.get("train_dataset") or trainer.train_dataset
+    dataset = _dataset(trainer, args, kwargs)
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"metrics choose among samples by their numbers, and {type(dataset).__name__} has none: give a data set "
@@ -48,6 +46,24 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
             f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} has no effect: metrics choose samples"
         )
     return EpochSampler(ClusterDraws(section, len(dataset), trainer.get_total_train_batch_size(trainer.args)))
+
+
+def check_batches(trainer: Any, loader: Any) -> None:
+    """Before the first step.
+
+    Raises:
+        ConfigError: batches were to have a budget of tokens, and have not.
+    """
+    settings = _settings(trainer)
+    if settings is not None and settings.data_efficiency.batches_by_tokens:
+        from ds_hf.hf.token_batches import check_trainer
+
+        check_trainer(trainer, loader)
+
+
+def _dataset(trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    given = args[0] if args else kwargs.get("train_dataset")
+    return trainer.train_dataset if given is None else given
 
 
 def _settings(trainer: Any) -> Any:

@@ -12,7 +12,7 @@
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
 - a report that the engine records (``ds_hf.report``) is in the logs, and ends training with a paragraph.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
-- samples that metrics choose: see ``hf.sampling``.
+- samples that metrics choose, and batches of a budget of tokens: see ``hf.sampling``.
 - what becomes of the model's loss: see ``hf.loss``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -30,7 +30,8 @@ import wrapt
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
-from ds_hf.hf.sampling import sample_by_metrics
+from ds_hf.hf.sampling import check_batches, sample_by_metrics
+from ds_hf.hf.token_batches import follow_schedule
 from ds_hf.log import logger
 from ds_hf.measure.saving import being_measured
 
@@ -52,6 +53,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "_save_checkpoint": _prune_later,
         "_push_from_checkpoint": _push_when_written,
         "_get_train_sampler": sample_by_metrics,
+        "create_scheduler": follow_schedule,
         "log": _log_skipped_steps,
         "save_model": _save_without_engine,
         "get_num_trainable_parameters": _count_trainable,
@@ -92,6 +94,7 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
     if engine is not None and engine.destroyed and trainer.model_wrapped is engine:
         trainer.model_wrapped = trainer.model
         trainer.deepspeed = None
+    check_batches(trainer, args[1] if len(args) > 1 else kwargs["train_dataloader"])
     prepared = wrapped(*args, **kwargs)
     prepare_loss(trainer, prepared[1])
     if (engine := engine_of(trainer)) is not None and "_ds_report" in vars(engine):

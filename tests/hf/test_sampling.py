@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.errors import ConfigError
 from tests.compat.common import run_user_code
-from tests.compat.trainer_code import assert_equal_histories, config, histories, make_trainer
+from tests.compat.trainer_code import assert_equal_histories, histories
 
 
 class Uneven(torch.utils.data.Dataset[Any]):
@@ -50,17 +49,3 @@ def test_batches_of_equal_cost_weigh_tokens_exactly(tmp_path: Path, stages: tupl
     for result in run_user_code(by_cost, str(tmp_path), stages):
         assert_equal_histories(result)
         assert len(result[0]) == 4
-
-
-def refused(folder: str) -> str:
-    budget = {"enabled": True, "max_tokens": 64}
-    section = {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": budget}}
-    trainer = make_trainer(folder, config(0, data_efficiency=section), trainer_arguments=GIVEN)
-    with pytest.raises(ConfigError) as caught:
-        trainer.train()
-    return str(caught.value)
-
-
-def test_a_budget_of_tokens_is_refused_with_what_to_take(tmp_path: Path) -> None:
-    (found,) = run_user_code(refused, str(tmp_path), world_size=1)
-    assert 'give it train_sampling_strategy="batch_rebalance"' in found

@@ -20,7 +20,7 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.errors import ConfigError, DsHfError
 
-__all__ = ["BudgetLoader", "budget_loader", "follow_sizes", "lengths_of"]
+__all__ = ["BudgetLoader", "budget_loader", "follow_sizes", "lengths_of", "packs_of"]
 
 _POINTER = "/data_efficiency/data_sampling/dynamic_batching"
 
@@ -109,6 +109,30 @@ def lengths_of(path: str | None, total: int) -> Sequence[int]:
     return [int(each) for each in found]
 
 
+def packs_of(
+    settings: Config, lengths: Sequence[int], train: int, samples: Sequence[int] | None = None, *, logs: bool = False
+) -> tuple[list[list[int]], list[int]]:
+    """Packs of an epoch, ``train`` of them a batch, and the samples of each batch.
+
+    Raises:
+        ConfigError: no sample fits, or all together do not make a batch.
+    """
+    section = settings.data_efficiency.data_sampling.dynamic_batching
+    assert section.max_tokens is not None
+    ids, sizes, _ = batch_by_seqlens(
+        lengths,
+        section.max_tokens,
+        samples,
+        section.min_batch_size,
+        section.max_batch_size,
+        section.sequence_picking_order,
+        train,
+        verbose=section.verbose and logs,
+        seed=settings.data_efficiency.seed,
+    )
+    return [pack for _, pack in ids], sizes
+
+
 def budget_loader(
     settings: Config,
     mesh: Mesh,
@@ -127,24 +151,15 @@ def budget_loader(
     Raises:
         ConfigError: lengths are missing or of another data set, no sample fits, or stages would need equal batches.
     """
-    section, sampling = settings.data_efficiency.data_sampling.dynamic_batching, settings.data_efficiency.data_sampling
+    sampling = settings.data_efficiency.data_sampling
     if mesh.shape.pipe > 1:
         raise ConfigError("stages of a pipeline exchange batches of one shape: disable dynamic_batching", _POINTER)
     if not hasattr(dataset, "__len__"):
         raise ConfigError(f"dynamic batching needs a length, and {type(dataset).__name__} has none", _POINTER)
-    assert section.max_tokens is not None
-    ids, sizes, _ = batch_by_seqlens(
-        lengths if lengths is not None else lengths_of(section.metrics_path, len(dataset)),
-        section.max_tokens,
-        samples,
-        section.min_batch_size,
-        section.max_batch_size,
-        section.sequence_picking_order,
-        batch.train,
-        verbose=section.verbose and mesh.world.rank == 0,
-        seed=settings.data_efficiency.seed,
-    )
-    mine = [pack for _, pack in ids][mesh.sample_rank :: mesh.shape.data]
+    if lengths is None:
+        lengths = lengths_of(sampling.dynamic_batching.metrics_path, len(dataset))
+    every, sizes = packs_of(settings, lengths, batch.train, samples, logs=mesh.world.rank == 0)
+    mine = every[mesh.sample_rank :: mesh.shape.data]
     packs = [list(chain(*mine[place : place + batch.micro])) for place in range(0, len(mine), batch.micro)]
     return BudgetLoader(
         dataset,
@@ -158,13 +173,20 @@ def budget_loader(
     )
 
 
-def follow_sizes(engine: Any, loader: BudgetLoader) -> Any:
-    """A schedule that scales the rates of the engine's own by the sizes of the loader's batches."""
-    section = engine.settings.data_efficiency.data_sampling.dynamic_batching
+def follow_sizes(engine: Any, loader: Any, scheduler: Any = None) -> Any:
+    """A schedule that scales the rates of ``scheduler``, by default the engine's own, by the sizes of batches.
+
+    Args:
+        loader: has ``batch_sizes``, the samples of each batch of an epoch.
+
+    Raises:
+        ConfigError: the schedule follows a metric.
+    """
+    section, given = engine.settings.data_efficiency.data_sampling.dynamic_batching, scheduler or engine.lr_scheduler
     if section.lr_scaling_method == "none":
-        return engine.lr_scheduler
+        return given
     follower = VariableBatchSizeLR(
-        engine.lr_scheduler if engine.lr_scheduler is not None else engine.optimizer.optimizer,
+        given if given is not None else engine.optimizer.optimizer,
         engine.batch.train,
         loader.batch_sizes,
         loader,
