@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from ds_hf.autotune.division import SEQUENCE, MeshDivision, division_of, model_class
@@ -50,6 +50,7 @@ class Footprint:
     def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
         self.seconds = math.inf
         self.thread: Thread | None = None
+        self._stopped = Event()
         self.world = int(facts.get("processes") or facts["world_size"])
         self._own = division_of(facts)
         self._device_memory = int(facts.get("memory") or DEVICE_MEMORY)
@@ -79,11 +80,19 @@ class Footprint:
 
         def trace() -> None:
             for (tree, checkpointing), accumulation in itertools.product(settings, (1, 2)):  # the second takes no time
+                if self._stopped.is_set():
+                    return
                 with contextlib.suppress(UnpredictableError):  # said again where it is asked for
                     self._trace(tree, accumulation, checkpointing=checkpointing)
 
-        self.thread = Thread(target=trace, daemon=True)
+        self.thread = Thread(target=trace)  # a daemon is cut off inside torch as Python ends, which aborts the process
         self.thread.start()
+
+    def close(self) -> None:
+        """End what traces, after the setting that it is at."""
+        self._stopped.set()
+        if self.thread is not None:
+            self.thread.join()
 
     def _trace(
         self, tree: Mapping[str, Any], accumulation: int, *, checkpointing: bool, can: bool = True
@@ -130,6 +139,8 @@ class TracedAhead:
         self._wanted = wanted
         self._facts: dict[str, Any] = {}
         self._found: Future[Footprint] | None = None
+        self._thread: Thread | None = None
+        self._footprint: Footprint | None = None
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Of the first launch."""
@@ -137,12 +148,14 @@ class TracedAhead:
             self._facts = event
         elif event["event"] == "survey" and self._facts.get("cuda"):
             self._found = Future()
-            Thread(target=self._trace, args=(self._found, self._facts, event), daemon=True).start()
+            self._thread = Thread(target=self._trace, args=(self._found, self._facts, event))
+            self._thread.start()
 
     def _trace(self, found: Future[Footprint], facts: dict[str, Any], survey: dict[str, Any]) -> None:
         try:
             sizes, settings = self._wanted({"facts": facts, "survey": survey})
             footprint, (own, *others) = Footprint(facts, survey, sizes), list(settings)
+            self._footprint = footprint
             footprint.predict(own[0], *sizes[0], checkpointing=own[1])
             footprint.trace_all(others)
             found.set_result(footprint)
@@ -157,6 +170,13 @@ class TracedAhead:
         """
         found, self._found = self._found, None
         return None if found is None else found.result()
+
+    def close(self) -> None:
+        """End what traces."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._footprint is not None:
+            self._footprint.close()
 
 
 def _can(facts: Mapping[str, Any]) -> bool:

@@ -90,7 +90,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
         try:
             return _search(search, view)
         finally:
-            search.launches.close()
+            search.close()
 
 
 def _search(search: Search, view: View) -> Result:
@@ -103,7 +103,7 @@ def _search(search: Search, view: View) -> Result:
                 _begin_where_earlier_ones_ended(search, view)
             view.flops = search.flops
             search.search()
-            search.launches.close()
+            search.close()
     except KeyboardInterrupt:
         if not hasattr(search, "model"):
             raise

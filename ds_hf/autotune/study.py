@@ -110,6 +110,11 @@ class Search:
         self.how_bytes = "not predicted: nothing limits them"
         self._ahead = TracedAhead(self._to_trace)
 
+    def close(self) -> None:
+        """End what it has started."""
+        self.launches.close()
+        self._ahead.close()
+
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         path = str(self.folder / JOURNAL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from threading import Event, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -171,6 +171,34 @@ def test_nobody_waits_for_what_is_traced_meanwhile(
     traced.seconds = 60.0
     assert traced.predict(other, 4, 4, checkpointing=False).device
     assert traced.seconds < 60
+
+
+def test_a_search_that_ends_ends_what_traces(
+    facts: dict[str, Any], found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the setting that it is at; a thread left to the end of Python is cut off inside torch, which aborts."""
+    begun, may, predict_each, calls = Event(), Event(), Predictor.predict_each, []
+
+    def slow(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:  # the first is the user's own setting
+            begun.set()
+            assert may.wait(60)
+        return predict_each(*args, **more)
+
+    monkeypatch.setattr(Predictor, "predict_each", slow)
+    ahead = TracedAhead(lambda told: (SIZES, settings()))
+    ahead.on_event({"event": "facts", **facts})
+    ahead.on_event({"event": "survey", **found})
+    traced = ahead.take()
+    assert traced is not None
+    assert begun.wait(60)
+    Thread(target=lambda: traced._stopped.wait(60) and may.set()).start()
+    ahead.close()
+    assert traced.thread is not None
+    assert not traced.thread.is_alive()
+    assert len(calls) == 2
+    assert not any(thread.daemon for thread in (traced.thread, ahead._thread) if thread)
 
 
 def test_nothing_is_traced_ahead_without_a_gpu(facts: dict[str, Any], found: dict[str, Any]) -> None:
