@@ -52,8 +52,17 @@ Goal = Annotated[
     typer.Option(
         "--goal",
         "--metric",
-        help="throughput or tokens (both: the fastest), cost (the same, with --price), latency, flops, memory, or "
-        "largest-batch (samples that all devices hold at once; the global batch may grow).",
+        help="throughput or tokens (both: the fastest), cost (the same, with --price), latency, flops, memory, "
+        "largest-batch (samples that all devices hold at once; the global batch may grow), or longest-sequence.",
+        rich_help_panel=SEARCH,
+    ),
+]
+LengthOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPTION",
+        help="Of the script: what sets the length of its sequences, as --length-option=--max_length.",
+        show_default=False,
         rich_help_panel=SEARCH,
     ),
 ]
@@ -141,6 +150,7 @@ def autotune_command(
     trials: Trials = 50,
     goal: Goal = "throughput",
     price: Price = None,
+    length_option: LengthOption = None,
     patience: Patience = 5,
     tune: Tune = [],  # noqa: B006  # typer copies it
     fix: Fix = [],  # noqa: B006
@@ -179,6 +189,7 @@ def autotune_command(
             trials=trials,
             metric=GOALS[goal],
             price=price,
+            length_option=length_option,
             patience=patience,
             tune=tuple(tune),
             fix=tuple(fix),

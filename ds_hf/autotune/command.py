@@ -16,7 +16,7 @@ from ds_hf.errors import ConfigError, Fault
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["Command", "split_launcher"]
+__all__ = ["LENGTH", "Command", "split_launcher"]
 
 HF_MAPPINGS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -40,6 +40,7 @@ CLIENTS = {  # name and command -> the module that it starts on each process
 }
 LONGEST_FILE = 1 << 20  # bytes
 COPY = "arguments.yaml"
+LENGTH = "sequence_length"  # in mappings: the option that sets it
 TRUE = ("true", "1", "yes", "on", "y", "t")
 
 

@@ -108,7 +108,8 @@ class Contest:
         others = [each for each in others if timed and not self._settled(top, each)]
         if own is not None and not mine and timed and not (own.again and top.again and self._settled(top, own)):
             others.append(own)
-        return [top, *others] if others or not (mine or top.again) else []
+        known = top.again or (mine and not self.search.launches.seeks_length)
+        return [top, *others] if others or not known else []
 
     def _settled(self, top: Contestant, other: Contestant) -> bool:
         """Whether more launches of both could not change anything."""
@@ -129,11 +130,15 @@ class Contest:
             replay = "not resizable" not in search.own.events
             name = f"again-{self.turns + 1}-{each.record.number}-{size[0]}"
             started = time.time()
-            outcome = search.launches.natural(name, each.record.setting, size, each.point.data, replay=replay)
+            length = each.point.length or None
+            outcome = search.launches.natural(
+                name, each.record.setting, size, each.point.data, replay=replay, length=length
+            )
             self.launches.append(Again(self.turns + 1, label, started, outcome))
-            if outcome.points or outcome.natural:
+            worked = (outcome.kind == "ok" and not outcome.too_large) if length else outcome.points or outcome.natural
+            if worked:
                 self._again.setdefault(each.key, []).append(outcome)
-            elif not mine:
+            elif length or not mine:
                 self.failed[each.key] = f"started as you would, it failed: {outcome.reason or outcome.kind}"
             search.view.note_load(outcome.events)
         self.turns += 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,7 @@ class CostModel:
         self._covariance = np.zeros((0, 0))
         self._plans: dict[str, StatePlan] = {}
         self._rooflines: dict[tuple[str, int, int], float] = {}
+        self._lengths: dict[tuple[str, int], int] = {}
         self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
         self._calibrate()
 
@@ -214,6 +216,32 @@ class CostModel:
         sizes = sorted(missed)
         more = float(np.interp(micro, sizes, [missed[size] for size in sizes])) if sizes else 0.0
         return max(0, self._device(traced) + int(more))
+
+    def longest(self, setting: Setting, micro: int, accumulation: int, tokens: int, step: int) -> int:
+        """Tokens of the longest sequences that are expected to fit, in steps of ``step``; 0 for none.
+
+        Args:
+            tokens: of the script's own, which were measured.
+        """
+        key = key_of(setting), micro
+        if key not in self._lengths:
+            self._lengths[key] = self._longest(setting, micro, accumulation, tokens, step)
+        return self._lengths[key]
+
+    def _longest(self, setting: Setting, micro: int, accumulation: int, tokens: int, step: int) -> int:
+        if self.memory is None:
+            return tokens
+        traced, need = self._traced(setting, micro, accumulation), self.nbytes(setting, micro, accumulation)
+        if traced is not None and self.footprint is not None:
+            on, apart = self._checkpoints(setting), max(1, step // self.division.sequence)
+            with suppress(UnpredictableError):
+                # what a trial's meter does not count, and what the trace does not know
+                room = self.memory + traced.device_total - need
+                return self.footprint.longest(
+                    config_of(self.tree, setting), micro, accumulation, room, apart, checkpointing=on
+                )
+        each = (self.activations.get(self._checkpoints(setting)) or 0.0) * self._share(setting) * micro / tokens
+        return tokens + int((self.memory - need) / each) // step * step if each else tokens
 
     def cannot_fit(self, setting: Setting, micro: int, accumulation: int) -> bool:
         """Whether the prediction is so far above the memory that a trial is pointless."""

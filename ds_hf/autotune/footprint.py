@@ -75,6 +75,34 @@ class Footprint:
             raise UnpredictableError(f"micro-batch {micro} was not foreseen")
         return known[micro]
 
+    def longest(
+        self,
+        tree: Mapping[str, Any],
+        micro: int,
+        accumulation: int,
+        room: int,
+        step: int,
+        *,
+        checkpointing: bool,
+    ) -> int:
+        """Tokens of the longest sequences that take ``room`` bytes of a process at most; 0 if ``step`` take more.
+
+        Args:
+            step: for each process that shares a sequence.
+
+        Raises:
+            UnpredictableError: as ``predict``.
+        """
+        if self.seconds <= 0:
+            raise UnpredictableError("it is not traced yet")
+        start, settings = time.monotonic(), self._settings(tree, accumulation > 1)
+        try:
+            return self._predictors[checkpointing].longest_sequence(
+                settings, world_size=self.world, micro_batch=micro, device_memory=room, exact=False, multiple=step
+            )
+        finally:
+            self.seconds -= time.monotonic() - start
+
     def trace_all(self, settings: Iterable[tuple[Mapping[str, Any], bool]]) -> None:
         """Of trees with checkpointing or without, beside other work; those without an answer are passed over."""
 
@@ -102,20 +130,25 @@ class Footprint:
         Args:
             can: trace it, if it is not known.
         """
-        tree = {name: value for name, value in tree.items() if name != "$schema"}
         several = accumulation > 1  # all that memory knows of it
         key = (json.dumps(tree, sort_keys=True), several, checkpointing)
         if key not in self._known:
             if not can:
                 raise UnpredictableError("it is not traced yet")
-            settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
-            settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
-            _divide_as_own(settings, self._own)
+            settings = self._settings(tree, several)
             predictor = self._predictors[checkpointing]
             self._known[key] = predictor.predict_each(
                 settings, self.micros, world_size=self.world, device_memory=self._device_memory
             )
         return self._known[key]
+
+    def _settings(self, tree: Mapping[str, Any], several: bool) -> dict[str, Any]:
+        """What the predictor takes, without a micro-batch; ``several`` of them a step."""
+        tree = {name: value for name, value in tree.items() if name != "$schema"}
+        settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
+        settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
+        _divide_as_own(settings, self._own)
+        return settings
 
     def _with_precision(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """With the 16-bit section on that "auto" turned out to be."""

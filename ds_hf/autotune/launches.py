@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.command import Command
+from ds_hf.autotune.command import LENGTH, Command
 from ds_hf.autotune.division import division_of
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, stands_beside
@@ -31,6 +31,7 @@ NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 UNTIMED_STEPS = 4  # replayed a size where bytes alone count
+LONG_STEPS = 2  # the same of the longest sequences, which take long; of the script itself, one beside its warm-up
 
 Run = Callable[[Launch, "Watch | None"], LaunchOutcome]
 
@@ -76,11 +77,17 @@ class Launches:
         """Seconds of the budget."""
         return self.options.budget - (time.monotonic() - self.started)
 
+    @property
+    def seeks_length(self) -> bool:
+        """Whether the longest sequences are wanted."""
+        return self.options.metric is Metric.LENGTH
+
     def own(self, watch: Watch) -> LaunchOutcome:
         """The user's command with the user's values; the engine alone knows yet which batch that is."""
         name = "0000-own"
         request = self._request(name, survey=True, own_axis=True, natural_steps=NATURAL_STEPS,
-                                low_micro=self.options.low_micro, high_micro=self.options.high_micro)  # fmt: skip
+                                low_micro=self.options.low_micro, high_micro=self.options.high_micro,
+                                length=0 if self.seeks_length else None)  # fmt: skip
         config = self._write_config(name, config_of(self.tree, {}))
         outcome = self._launch(name, self.command.words(config), request, watch, overtime=OWN_OVERTIME)
         facts = outcome.events.get("facts", {})
@@ -102,12 +109,14 @@ class Launches:
         *,
         longest: bool = True,
         data: int | None = None,
+        length: int | None = None,
     ) -> LaunchOutcome:
         """All sizes of a setting in one launch, which resizes the script's batch.
 
         Args:
             best: seconds a sample of one process so far. longest: look for the longest samples, which takes time.
             data: processes that read different samples, where those are not as many as the user's batch is for.
+            length: the longest sequences are wanted, and this long ones are expected to fit.
         """
         tree, values = config_of(self.tree, setting), {}
         if data is not None:
@@ -115,7 +124,7 @@ class Launches:
         config = self._write_config(name, tree)
         request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
                                 machine={kind: level.seconds for kind, level in self._machine.items()},
-                                longest=longest, config=str(config),
+                                longest=longest, config=str(config), length=length,
                                 further=int(self._stays and data is None))  # fmt: skip
         goes_on = self.goes_on(setting)
         words = self.command.words(config, values)
@@ -149,6 +158,7 @@ class Launches:
         *,
         workers: int | None = None,
         replay: bool = False,
+        length: int | None = None,
     ) -> LaunchOutcome:
         """The script as the user would start it with the result; its own steps become the point.
 
@@ -156,15 +166,19 @@ class Launches:
             data: processes that read different samples.
             workers: of the script's DataLoader; ``None``: as the script has it.
             replay: the engine replays the size first, which becomes the point.
+            length: tokens of a sequence, which the script is told, and the engine replays.
         """
         values = _batch_of(size)
         if CHECKPOINTING in setting:
             values[CHECKPOINTING] = setting[CHECKPOINTING]
         if workers is not None:
             values[WORKERS] = workers
+        if length is not None:
+            values[LENGTH] = length
         config = self._write_config(name, self.final_config(setting, size, data))
         points = (size,) if replay else ()
-        request = self._request(name, natural_steps=NATURAL_STEPS, points=points, longest=False)
+        request = self._request(name, natural_steps=NATURAL_STEPS if length is None else LONG_STEPS - 1, points=points,
+                                longest=False, length=length, exactly=length is not None)  # fmt: skip
         outcome = self._launch(name, self.command.words(config, values), request, None)
         return self._compare(_from_natural(outcome, *size))
 
@@ -208,7 +222,7 @@ class Launches:
             events=str((self._folder(name) / "events.jsonl").resolve()),
             memory_limit=options.memory_limit,
             largest=options.metric is Metric.BATCH,
-            steps=options.steps if options.metric.is_timed else UNTIMED_STEPS,
+            steps=options.steps if options.metric.is_timed else LONG_STEPS if self.seeks_length else UNTIMED_STEPS,
             point_seconds=min(options.point_seconds, max(2.0, options.budget / 60)),
             **asked,
         )

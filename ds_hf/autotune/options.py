@@ -21,27 +21,28 @@ _NBYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
 
 class Metric(str, Enum):
     """What is to be best; latency and memory are smaller when better. ``BATCH``: samples that all devices hold at
-    once."""
+    once. ``LENGTH``: tokens of a sequence."""
 
     THROUGHPUT = "throughput"
     LATENCY = "latency"
     FLOPS = "flops"
     MEMORY = "memory"
     BATCH = "largest-batch"
+    LENGTH = "longest-sequence"
 
     @property
     def maximize(self) -> bool:
-        return self in (Metric.THROUGHPUT, Metric.FLOPS, Metric.BATCH)
+        return self in (Metric.THROUGHPUT, Metric.FLOPS, Metric.BATCH, Metric.LENGTH)
 
     @property
     def is_timed(self) -> bool:
         """Whether it is made of seconds, which differ from launch to launch."""
-        return self not in (Metric.MEMORY, Metric.BATCH)
+        return self not in (Metric.MEMORY, Metric.BATCH, Metric.LENGTH)
 
     @property
     def unit(self) -> str:
         units = {"throughput": "samples/s", "latency": "s/step", "flops": "FLOPS/device", "memory": "bytes"}
-        return units.get(self.value, "samples at once")
+        return units.get(self.value, "samples at once" if self is Metric.BATCH else "tokens a sequence")
 
 
 # What a person wants, by what is measured. On devices that are given, the fastest file is the cheapest.
@@ -62,7 +63,8 @@ class Options:
         low_micro, high_micro: limits of the micro-batch. micros: sizes measured a launch.
         patience: launches without gain after which it ends.
         trial_timeout, stall_timeout: seconds for a launch, and without any sign of life.
-        arg_mappings: configuration keys to options of the script.
+        arg_mappings: configuration keys to options of the script, and ``sequence_length`` to the one that sets it.
+        length_option: of the script, which sets the length of a sequence, for ``Metric.LENGTH``.
         sampler: "model_based", "random", "gridsearch" (DeepSpeed's words), or "exhaustive": all, for comparison.
         forget: drop what earlier searches of this model on this machine measured, in place of beginning with it.
         lr: then search a learning rate with the result (``ds_hf.autotune.lr``).
@@ -90,6 +92,7 @@ class Options:
     steps: int = 20
     point_seconds: float = 20.0
     seed: int = 0
+    length_option: str | None = None
     sampler: str = "model_based"
     fast: bool = False
     confirm: bool = True

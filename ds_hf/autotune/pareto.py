@@ -1,4 +1,5 @@
-"""Time against memory: the measured settings of which no other is both faster and smaller."""
+"""Time against memory: the measured settings of which no other is both faster and smaller. Where the
+longest sequences are wanted, all fill the memory: time of a token against length, of which more is better."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ Measured = tuple[Record, Point]
 
 
 def front(records: Sequence[Record]) -> list[Measured]:
-    """The Pareto front of seconds a sample and peak bytes, fastest first."""
+    """The Pareto front of seconds a sample and peak bytes (of a token, and length), fastest first."""
     every = [(record, point) for record in records for point in record.points]
     found: list[Measured] = []
-    for record, point in sorted(every, key=lambda each: (_pace(each[1]), each[1].peak)):
-        if not found or point.peak < found[-1][1].peak:
+    for record, point in sorted(every, key=lambda each: (_pace(each[1]), _need(each[1]))):
+        if not found or _need(point) < _need(found[-1][1]):
             found.append((record, point))
     return found
 
@@ -34,6 +35,7 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, object]]:
             "accumulation": point.accumulation,
             "samples_per_s": point.samples / point.seconds,
             "peak_bytes": point.peak,
+            **({"tokens": point.length} if point.length else {}),
         }
         for record, point in front(records)
     ]
@@ -44,29 +46,44 @@ def pareto_section(records: Sequence[Record]) -> str:
     best = front(records)
     if len(best) < 2:
         return ""
-    every = [(record, point) for record in records for point in record.points]
+    every, lengths = [(record, point) for record in records for point in record.points], best[0][1].length > 0
+    each = "token" if lengths else "sample"
+    most = "the fastest of sequences so long" if lengths else "the fastest within so much memory"
+    notes = [f"{record.label}, micro-batch {point.micro}: {_pace(point) * 1e3:,.3g} ms a {each}, {_shown(point)}"
+             for record, point in every]  # fmt: skip
     series = [
-        Series(*_places(every), "measured", COLOURS[1], line=False, marks=True, notes=[_note(*each) for each in every]),
-        Series(*_places(best), "the fastest within so much memory", width=2, marks=True),
+        Series(*_places(every), "measured", COLOURS[1], line=False, marks=True, notes=notes),
+        Series(*_places(best), most, width=2, marks=True),
     ]
-    chart = xy(series, ChartAxis("GiB at the peak"), ChartAxis("ms a sample", low=0))
+    chart = xy(
+        series, ChartAxis("tokens a sequence" if lengths else "GiB at the peak"), ChartAxis(f"ms a {each}", low=0)
+    )
     rows = [
-        (record.label + (" (yours)" if record.own else ""), f"{point.micro} x {point.accumulation}", gib(point.peak),
-         f"{point.samples / point.seconds:,.2f}", f"{_pace(point) / _pace(best[0][1]):.2f} x")
+        (record.label + (" (yours)" if record.own else ""), f"{point.micro} x {point.accumulation}", _shown(point),
+         f"{1 / _pace(point):,.2f}", f"{_pace(point) / _pace(best[0][1]):.2f} x")
         for record, point in best
     ]  # fmt: skip
-    head = ("setting", "micro x acc.", "memory", "samples/s", "time of the fastest")
-    text = "No other setting that was measured is both faster and smaller than one of these."
-    return section("Time against memory", chart, table(head, rows, numbers=(2, 3, 4)), text=text)
+    head = ("setting", "micro x acc.", "length" if lengths else "memory", f"{each}s/s", "time of the fastest")
+    better = "faster and longer" if lengths else "faster and smaller"
+    text = f"No other setting that was measured is both {better} than one of these."
+    title = f"Time against {'length' if lengths else 'memory'}"
+    return section(title, chart, table(head, rows, numbers=(2, 3, 4)), text=text)
 
 
 def _pace(point: Point) -> float:
-    return point.seconds / point.samples
+    """Seconds of a sample, or of a token where lengths differ."""
+    return point.seconds / point.samples / (point.length or 1)
+
+
+def _need(point: Point) -> int:
+    """What is to be small."""
+    return -point.length if point.length else point.peak
+
+
+def _shown(point: Point) -> str:
+    return f"{point.length:,} tokens" if point.length else gib(point.peak)
 
 
 def _places(measured: Sequence[Measured]) -> tuple[list[float], list[float | None]]:
-    return [point.peak / 2**30 for _, point in measured], [_pace(point) * 1e3 for _, point in measured]
-
-
-def _note(record: Record, point: Point) -> str:
-    return f"{record.label}, micro-batch {point.micro}: {_pace(point) * 1e3:,.3g} ms a sample, {gib(point.peak)}"
+    sizes = [point.length or point.peak / 2**30 for _, point in measured]
+    return sizes, [_pace(point) * 1e3 for _, point in measured]

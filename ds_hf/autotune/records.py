@@ -92,6 +92,8 @@ def value_of(point: Point, metric: Metric, flops: float = 1.0) -> float:
         return point.seconds
     if metric is Metric.MEMORY:
         return float(point.peak)
+    if metric is Metric.LENGTH:
+        return float(point.length)
     if metric is Metric.BATCH:
         return float(point.micro * point.data)
     if metric is Metric.FLOPS:

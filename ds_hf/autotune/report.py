@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import optuna
 
 from ds_hf.autotune.charts import COLOURS, Bar, ChartAxis, Series, bars, xy
+from ds_hf.autotune.lengths import length_section
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
 from ds_hf.autotune.pareto import pareto_section
@@ -67,7 +68,7 @@ def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str
         section("Both files", side_by_side(old, result.config)) if not result.kept else "",
         section("The tuned file", code(json.dumps(result.config, indent=2))) if not result.kept else "",
         *more,
-        section("Throughput over micro-batch", _throughput(search, records)),
+        length_section(records) if search.launches.seeks_length else _throughput(search, records),
         pareto_section(records),
         _predictions(records),
         _importances(search),
@@ -138,7 +139,8 @@ def _throughput(search: Search, records: list[Record]) -> str:
             )
         )  # fmt: skip
     micros = sorted({point.micro for record in records for point in record.points})
-    return xy(series, ChartAxis("micro-batch", log=True, ticks=micros), ChartAxis(metric.unit, low=0))
+    chart = xy(series, ChartAxis("micro-batch", log=True, ticks=micros), ChartAxis(metric.unit, low=0))
+    return section("Throughput over micro-batch", chart)
 
 
 def _predictions(records: list[Record]) -> str:

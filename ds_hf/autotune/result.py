@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_hf.autotune.command import LENGTH
 from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
 from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR
+from ds_hf.autotune.lengths import positions_warning
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.pareto import rows_of
@@ -149,7 +151,7 @@ def make_result(contest: Contest) -> Result:
     result.confirmed = chosen.again[-1] if chosen.again and not kept else None
     result.rejected = _rejected(contest, top, own) if kept else ""
     result.changes = [] if kept else changes_of(search, result.best)
-    result.words = final_words(search, best[0].setting, size)
+    result.words = final_words(search, best[0].setting, size, length=chosen.point.length or None)
     result.limits, result.limit = limits_of(search, result.best)
     facts = search.own.events["facts"]
     processes = int(facts.get("processes") or facts["world_size"])
@@ -186,9 +188,11 @@ def _rejected(contest: Contest, top: Contestant, own: Contestant | None) -> str:
 
 def headline(search: Search, result: Result) -> str:
     """The result in one line, with a figure only where it was confirmed."""
-    if result.kept:
+    if result.kept and not search.launches.seeks_length:
         return "No significant gain: your file stays as it is"
     words = {Metric.MEMORY: "less memory", Metric.LATENCY: "faster steps", Metric.BATCH: "larger batches"}
+    if search.launches.seeks_length:
+        return _longest(search, result)
     what = words.get(search.options.metric, "faster")
     if not result.trusted:
         verb = "may run" if result.own is None else f"may bring {what}" if " " in what else f"may be {what}"
@@ -208,6 +212,15 @@ def headline(search: Search, result: Result) -> str:
         return f"Faster than your file, confirmed; by how much is not certain on this machine ({where})"
     figure = f"{result.gain:.2f} x as fast as your file ({low:.2f} to {high:.2f}), confirmed"
     return figure + (f"; {script}" if script else "")
+
+
+def _longest(search: Search, result: Result) -> str:
+    """The length, and the file that trains it."""
+    tokens, own = result.best[1].length, result.own
+    name = f"your own file, {search.command.config}," if result.kept else str(search.options.results_dir / TUNED)
+    beside = "" if result.kept else f", where your file holds {own.length:,}" if own else ", and your file does not fit"
+    sure = "confirmed" if result.trusted else f"not confirmed ({result.why_not})"
+    return f"Sequences of {tokens:,} tokens fit with {name}{beside}: {sure}"
 
 
 def warnings_of(search: Search, launches: Sequence[Again] = ()) -> list[str]:
@@ -241,13 +254,22 @@ def _why_nothing_fits(search: Search) -> str:
     )
 
 
-def final_words(search: Search, setting: Setting, size: tuple[int, int], workers: int | None = None) -> list[str]:
+def final_words(
+    search: Search,
+    setting: Setting,
+    size: tuple[int, int],
+    workers: int | None = None,
+    *,
+    length: int | None = None,
+) -> list[str]:
     """The whole command with the tuned file."""
     values: dict[str, object] = {MICRO: size[0], STEPS: size[1]}
     if CHECKPOINTING in setting and setting[CHECKPOINTING] != search.space.own[CHECKPOINTING]:
         values[CHECKPOINTING] = setting[CHECKPOINTING]
     if workers is not None:
         values[WORKERS] = workers
+    if length is not None:
+        values[LENGTH] = length
     path = search.options.results_dir / TUNED
     words = search.command.words(path, values)
     whole = launch_words(search.options.launcher, search.problem.processes, words)
@@ -275,6 +297,9 @@ def changes_of(search: Search, best: tuple[Record, Point]) -> list[Change]:
     for name in (MICRO, STEPS, TOTAL):
         if own_size[name] != new_size[name]:
             changes.append(Change(name, own_size[name], new_size[name], _batch_reason(search, best, name)))
+    if search.launches.seeks_length:
+        reason = f"the longest that fit: {gib(point.peak)} at the peak of {gib(search.model.memory or 0)}"
+        changes.append(Change(search.command.mappings[LENGTH], search.tokens, point.length, reason))
     return changes
 
 
@@ -348,6 +373,10 @@ def _effect(search: Search, best: tuple[Record, Point], name: str) -> str:
     """What the key alone does: measured where a launch differs in nothing else, otherwise by the corrected model."""
     record, point = best
     alone = {**record.setting, name: search.own.setting[name]}
+    if search.launches.seeks_length:
+        return (
+            f"{point.length:,} tokens against {search.longest(alone):,} expected with {_show(search.own.setting[name])}"
+        )
     twin = next((r for r in search.launched() if r.points and r.setting == alone), None)
     if twin is not None:
         other = min(twin.points, key=search.cost)
@@ -473,6 +502,8 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     )
     lines.append(f"limited by {result.limit} ({shares})")
     lines += warnings_of(search, result.again)
+    if search.launches.seeks_length:
+        lines += positions_warning(search.own.events, point.length)
     launched = len(search.launched())
     ruled = len(records_of(search.study)) - launched
     counts = f"{_several(launched + len(result.again), 'launch', 'launches')}, {len(result.again)} of them to confirm"
@@ -497,8 +528,9 @@ def _tokens(search: Search, point: Point) -> str:
     """Tokens a second, where samples are texts of one length, and what they cost, if an hour has a price."""
     shapes = search.own.events.get("survey", {}).get("shapes") or {}
     pace, unit, text = point.samples / point.seconds, "samples", ""
-    if shape := next((shape for name, shape in shapes.items() if "input_ids" in name and len(shape) == 2), None):
-        pace, unit = pace * shape[1], "tokens"
+    shape = next((shape for name, shape in shapes.items() if "input_ids" in name and len(shape) == 2), None)
+    if tokens := point.length or (shape and shape[1]):
+        pace, unit = pace * tokens, "tokens"
         text = f", {pace:,.0f} tokens/s"
     if search.options.price is None:
         return text
@@ -535,6 +567,7 @@ def _write_trials(search: Search, path: Path) -> None:
         "reason",
         "micro",
         "accumulation",
+        "tokens",
         "seconds",
         "low",
         "high",
@@ -571,6 +604,7 @@ def _point_cells(search: Search, record: Record, point: Point | None) -> dict[st
     return {
         "micro": point.micro,
         "accumulation": point.accumulation,
+        "tokens": point.length or "",
         "seconds": point.seconds,
         "low": point.low,
         "high": point.high,

@@ -20,6 +20,7 @@ from ds_hf.autotune.command import Command, split_launcher
 from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.earlier import forget, recall, remember
 from ds_hf.autotune.launches import Problem, Run
+from ds_hf.autotune.lengths import with_option
 from ds_hf.autotune.lr import (
     FindOptions,
     LrOptions,
@@ -81,6 +82,8 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     options = options.with_section(config)
     command = Command.parse(words, options.arg_mappings)
     _check(options)
+    if options.metric is Metric.LENGTH:
+        command = with_option(command, options.length_option)
     check_names(options)
     problem = Problem(command, config, options, options.processes or _processes())
     view = View(console or Console(), options, quiet=console is None)
@@ -112,7 +115,9 @@ def _search(search: Search, view: View) -> Result:
 
 
 def _begin_where_earlier_ones_ended(search: Search, view: View) -> None:
-    """Unless they are to be forgotten."""
+    """Unless they are to be forgotten, or are of other lengths than this one's."""
+    if search.launches.seeks_length:
+        return
     if search.options.forget:
         forget(search)
         return
@@ -125,7 +130,8 @@ def _begin_where_earlier_ones_ended(search: Search, view: View) -> None:
 
 
 def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
-    remember(search)
+    if not search.launches.seeks_length:
+        remember(search)
     contest = Contest(search)
     contest.why_ended = "interrupted" if interrupted else "" if search.options.confirm else "--no-confirm"
     result = make_result(contest)
@@ -196,10 +202,13 @@ def _check(options: Options) -> None:
         raise ConfigError("--trials must be 1 or more")
     if options.price is not None and not 0 < options.price < math.inf:
         raise ConfigError(f"--price must be more than 0, not {options.price}")
-    if options.metric is Metric.BATCH and options.memory_limit is None and not has_gpu():
+    fills = options.metric in (Metric.BATCH, Metric.LENGTH)
+    if fills and options.memory_limit is None and not has_gpu():
         raise ConfigError(
-            "--goal largest-batch needs --device-memory where there is no GPU: what is to hold the batch?"
+            f"--goal {options.metric.value} needs --device-memory where there is no GPU: what is to hold it?"
         )
+    if options.length_option and options.metric is not Metric.LENGTH:
+        raise ConfigError("--length-option is for --goal longest-sequence")
     if options.low_batch and options.high_batch and options.low_batch > options.high_batch:
         raise ConfigError(f"the batch interval {options.low_batch}:{options.high_batch} is empty")
     if options.low_micro > options.high_micro:

@@ -334,6 +334,8 @@ def points(options: Options, data: int, own: tuple[int, int], own_data: int | No
     if "gradient_accumulation_steps" in options.fix:
         return [] if share % own[1] else [(share // own[1], own[1])]
     high = options.high_micro
+    if options.metric is Metric.LENGTH:  # the fewer samples, the longer ones
+        return points(replace(options, metric=Metric.THROUGHPUT), data, own, own_data)[:1]
     if options.low_batch is None and options.high_batch is None and options.metric is Metric.BATCH:
         micros = sorted({own[0], *(2**power for power in range(high.bit_length()))})  # the global batch grows with them
         return [(micro, max(1, share // micro)) for micro in micros if options.low_micro <= micro <= high]

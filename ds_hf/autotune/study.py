@@ -28,6 +28,7 @@ from ds_hf.autotune.cost import CostModel, Survey
 from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint, TracedAhead
 from ds_hf.autotune.launches import Launches, Problem, Run
+from ds_hf.autotune.lengths import check_length
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import (
     ROLE_OWN,
@@ -55,12 +56,14 @@ CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
 BLAME = 0.9  # of a failure is the setting's; the rest is chance
 TRACE_SHARE = 0.05  # of the budget: to trace what no thread has
+LENGTH_SHARE = 0.2  # the same for sequences of all lengths
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
 STARTUP = 4  # launches before Optuna's sampler has an opinion
 TIE = 1e-6  # what a second a sample counts where samples at once do
+MANY = 1 << 62  # tokens
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
 
@@ -106,6 +109,7 @@ class Search:
         self.own: Record
         self.model: CostModel
         self.space: Space
+        self.tokens = 0  # of the script's own sequences, where the longest are wanted
         self.why_stopped = ""
         self.how_bytes = "not predicted: nothing limits them"
         self._ahead = TracedAhead(self._to_trace)
@@ -150,10 +154,13 @@ class Search:
         if own is None:
             own = self._measure_own()
         self.own = own
+        if self.launches.seeks_length:
+            self.tokens = check_length(self.command, own.events)
         self.launches.refer(own.events)
         facts = own.events["facts"]
         self.space = self._make_space(own.events)
-        found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
+        points = [] if self.launches.seeks_length else own.points  # of other lengths than what was surveyed
+        found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in points}
         memory = self.options.memory_limit or facts.get("memory")
         survey = Survey(facts, own.events.get("survey", {}), found, own.events.get("split", {}))
         matters = memory is not None or not self.options.metric.is_timed
@@ -181,7 +188,7 @@ class Search:
         try:
             footprint = self._ahead.take() or Footprint(survey.facts, survey.found, self.all_sizes())
             micro, steps = self.all_sizes()[0]
-            footprint.seconds = TRACE_SHARE * self.options.budget
+            footprint.seconds = (LENGTH_SHARE if self.launches.seeks_length else TRACE_SHARE) * self.options.budget
             on = bool(survey.facts["checkpointing"])
             footprint.predict(config_of(self.space.tree, self.own.setting), micro, steps, checkpointing=on)
         except UnpredictableError as error:
@@ -381,6 +388,7 @@ class Search:
                 continue
             micro, steps = sizes[0]
             need, reason = self.model.nbytes(setting, micro, steps), self.model.why_not(setting, micro, steps)
+            reason = reason or "not even the shortest sequences fit"
             kept = {
                 "setting": setting,
                 "kind": "ruled out",
@@ -393,6 +401,12 @@ class Search:
                 )
             )
             self.view.ruled_out(setting, reason)
+
+    def longest(self, setting: Setting) -> int:
+        """Tokens of the longest sequences that are expected to fit; 0 for none."""
+        (micro, steps), known = self.all_sizes(setting)[0], self.own.events["length"]
+        most, step = known.get("most"), int(known["step"])
+        return min(self.model.longest(setting, micro, steps, self.tokens, step), most or MANY)
 
     # -- one setting ----------------------------------------------------------------------------------------------
 
@@ -417,6 +431,8 @@ class Search:
 
     def _sizes(self, setting: Setting) -> list[tuple[int, int]]:
         """The sizes worth measuring for a setting: those that may fit, the most promising first."""
+        if self.launches.seeks_length:
+            return [size for size in self.all_sizes(setting) if self.longest(setting)]
         fitting = [size for size in self.all_sizes(setting) if not self.model.cannot_fit(setting, *size)]
         fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
         if self.options.sampler == "exhaustive":
@@ -450,7 +466,10 @@ class Search:
         sizes = self._sizes(setting)
         predictions = {size[0]: self.model.predict(setting, *size) for size in sizes}
         predicted = {micro: (found.seconds, found.nbytes) for micro, found in predictions.items()}
-        self.view.started(number, setting, predicted, goes_on=self.launches.goes_on(setting))
+        length = self.longest(setting) if self.launches.seeks_length else None
+        if length is not None:
+            predicted = {}  # seconds and bytes are of the script's own length
+        self.view.started(number, setting, predicted, goes_on=self.launches.goes_on(setting), tokens=length)
         self.study.enqueue_trial(setting)
         with _quiet():
             trial = self.study.ask()
@@ -460,23 +479,30 @@ class Search:
             trial.set_user_attr(key, value)
         started = time.time()
         try:
-            outcome = self._launch_sizes(name, setting, sizes)
+            outcome = self._launch_sizes(name, setting, sizes, length)
+            outcome.events["expected"] = {"tokens": length}
         except BaseException:
             self.study.tell(trial.number, state=TrialState.FAIL)
             raise
         self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
 
-    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]]) -> LaunchOutcome:
+    def _launch_sizes(
+        self, name: str, setting: Setting, sizes: list[tuple[int, int]], length: int | None
+    ) -> LaunchOutcome:
         """One launch for all sizes, or one a size where the engine cannot change them."""
         if "not resizable" in self.own.events:
             return self.launches.each_natural(name, setting, sizes, self.data(setting))
         best, data = self._best_point(), self.data(setting)
         each = (
-            None if best is None or self.options.sampler == "exhaustive" else best.seconds / best.samples * data
+            None
+            if best is None or self.options.sampler == "exhaustive" or length
+            else best.seconds / best.samples * data
         )  # of one process's samples
         longest = self.own.events.get("longest", {}).get("known", True)
         divided = data if data != self.space.division.data else None
-        return self.launches.replayed(name, setting, sizes, each, self.view.event, longest=longest, data=divided)
+        return self.launches.replayed(
+            name, setting, sizes, each, self.view.event, longest=longest, data=divided, length=length
+        )
 
     def _progress(self, event: dict[str, Any]) -> None:
         self.view.event(event)
@@ -521,7 +547,7 @@ class Search:
         return {axis.name: CategoricalDistribution(axis.values) for axis in self.space.axes}
 
     def _learn(self, record: Record) -> None:
-        if record.points:
+        if record.points and not self.launches.seeks_length:
             errors = [p.error or (p.high - p.low) / (4 * p.seconds) for p in record.points]  # 95 % are four errors
             sizes = [(p.micro, p.accumulation, p.seconds) for p in record.points]
             self.model.observe(record.setting, [(*size, error) for size, error in zip(sizes, errors, strict=True)])
@@ -541,11 +567,15 @@ class Search:
         return float(found) / samplers(own.events["facts"]) if own and found else 1.0
 
     def cost(self, point: Point) -> float:
-        """What is minimized: bytes, seconds a step, one over the samples at once, or seconds a sample (throughput and
-        FLOPS are one over it)."""
+        """What is minimized: bytes, seconds a step, one over the samples at once or the tokens of a sequence, or
+        seconds a sample (throughput and FLOPS are one over it)."""
+        if self.launches.seeks_length:  # of equal ones the faster
+            return (1 + TIE * point.seconds / point.samples) / max(point.length, 1)
         return self._search_cost(point.seconds, point.peak, point.samples, point.micro * point.data)
 
     def _predicted_cost(self, setting: Setting, micro: int, accumulation: int) -> float:
+        if self.launches.seeks_length:
+            return 1 / max(self.longest(setting), 1)
         found = self.model.predict(setting, micro, accumulation)
         data = self.data(setting)
         return self._search_cost(found.seconds, found.nbytes, micro * accumulation * data, micro * data)

@@ -46,6 +46,7 @@ class Point:
     Attributes:
         slowdown: how many times as long the same work took here. error: of ``seconds`` altogether, in its logarithm.
         data: processes that read different samples.
+        length: tokens of its sequences, where the longest are wanted.
     """
 
     micro: int
@@ -59,6 +60,7 @@ class Point:
     slowdown: float = 1.0
     error: float = 0.0
     data: int = 1
+    length: int = 0
 
     @property
     def samples(self) -> int:
@@ -98,7 +100,8 @@ class LaunchOutcome:
         kind = event["event"]
         if kind == "point" and event["outcome"] == "ok":
             names = ("micro", "accumulation", "seconds", "low", "high", "peak", "optimizer_seconds", "steps")
-            point = Point(**{name: event[name] for name in names}, data=samplers(self.events.get("facts", {})))
+            data, length = samplers(self.events.get("facts", {})), event.get("length", 0)
+            point = Point(**{name: event[name] for name in names}, data=data, length=length)
             kept = [
                 each for each in self.points if (each.micro, each.accumulation) != (point.micro, point.accumulation)
             ]

@@ -34,6 +34,8 @@ def show_value(value: float, metric: Metric) -> str:
         return gib(value)
     if metric is Metric.BATCH:
         return f"{value:,.0f} samples at once"
+    if metric is Metric.LENGTH:
+        return f"{value:,.0f} tokens a sequence"
     if metric is Metric.FLOPS:
         return f"{value / 1e12:.3g} TFLOPS"
     return f"{value * 1e3:,.1f} ms/step" if metric is Metric.LATENCY else f"{value:,.2f} samples/s"
@@ -114,15 +116,16 @@ class View:
         predicted: dict[int, tuple[float, int]] | None,
         *,
         goes_on: bool = False,
+        tokens: int | None = None,
     ) -> None:
         """A launch begins, after ``number`` that an earlier run of this search made.
 
         Args:
-            goes_on: in the processes of the one before.
+            goes_on: in the processes of the one before. tokens: of the longest sequences that are expected to fit.
         """
         self.count = max(self.count, number) + 1
         self.now = setting if isinstance(setting, str) else label_of(setting)
-        self.detail = ""
+        self.detail = f"expected {tokens:,} tokens a sequence" if tokens else ""
         if predicted:
             micro, (seconds, nbytes) = next(iter(predicted.items()))
             self.detail = f"expected {seconds * 1e3:,.0f} ms/step, {gib(nbytes)} at micro-batch {micro}"

@@ -11,8 +11,11 @@ survey    bytes and operations of one sample, bandwidth of the collectives (``re
 step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's
           own, of which ``wait`` seconds were for the DataLoader
 point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom";
+          ``length``: tokens of its sequences, where the longest are wanted;
           once after its first visit, and again when all are known
 longest   ``known``: whether memory is checked with the longest samples of the data set
+length    ``own``: tokens of the script's sequences; ``step``: what lengths are multiples of; ``most``: positions that
+          the model has; ``why``: why sequences cannot be made longer (``request.length``)
 peak      bytes, when only the script's own steps were measured
 machine   how fast it was: ``levels`` of the probes (kind -> mean seconds of a beat, standard error of its logarithm),
           ``drift`` (slowest over fastest turn); ``phase`` "natural" where the script's own steps were beside it
@@ -51,6 +54,8 @@ class TrialRequest:
             ``high_micro``; only the engine knows it, once it was launched.
         largest: the largest micro-batch is wanted: powers of two beyond the script's batch are measured, too, and none
             is left out for being slow.
+        length: the longest sequences are wanted, at each point: tokens that are tried first, 0 for the script's own;
+            ``exactly``: these alone. The script's batch is made longer by repeating its tokens.
         natural_steps: optimizer steps of the script itself to time afterwards.
         survey: also measure what the cost model needs to know of the model.
         gradient_checkpointing: switch it on or off in the model; ``None`` leaves it as the script has it.
@@ -72,6 +77,8 @@ class TrialRequest:
     low_micro: int = 1
     high_micro: int = 1 << 30
     largest: bool = False
+    length: int | None = None
+    exactly: bool = False
     natural_steps: int = 0
     survey: bool = False
     gradient_checkpointing: bool | None = None

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.modules.positions import positions_in
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.memory.prediction import UnpredictableError, Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["build", "example_inputs", "positions_of", "with_length", "without_values"]
+__all__ = ["build", "example_inputs", "with_length", "without_values"]
 
 META = torch.device("meta")
 
@@ -215,22 +216,10 @@ def with_length(inputs: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
 
 def _possible_length(config: Any, length: int) -> int:
     """As long as the model's positions allow, where it has a table of them."""
-    limit = _positions(config)
+    limit = positions_in(config)
     if limit is not None and length > limit:
         raise UnpredictableError(f"a sequence of {length} tokens is more than the model's {limit} positions")
     return length
-
-
-def _positions(config: Any) -> int | None:
-    limit = getattr(config, "n_positions", None)
-    if limit is None and getattr(config, "position_embedding_type", None) == "absolute":
-        limit = getattr(config, "max_position_embeddings", None)
-    return limit
-
-
-def positions_of(model: nn.Module) -> int | None:
-    """The tokens that ``model`` has learned positions for; ``None`` where there is no table of them."""
-    return _positions(getattr(model, "config", None))
 
 
 def _signal(config: Any, name: str, batch: int) -> Tensor:

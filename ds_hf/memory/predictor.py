@@ -26,6 +26,7 @@ from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.deepspeed_api.moe.layer import expert_claims
 from ds_hf.engine.casting import set_buffer_dtypes
+from ds_hf.engine.modules.positions import positions_of
 from ds_hf.engine.modules.quantized.settings import quantize_by_settings
 from ds_hf.engine.modules.tiling.models import chunks_loss
 from ds_hf.engine.parallel.experts.divide import divide_experts_without_values
@@ -36,7 +37,7 @@ from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.memory.divided import divided_sequences, part_of
-from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values
+from ds_hf.memory.models import build, example_inputs, with_length, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
 from ds_hf.memory.stages import Stage, division_of
@@ -143,8 +144,10 @@ class Predictor:
         micro_batch: int | None = None,
         device_memory: int,
         exact: bool = True,
+        multiple: int = _STEP,
     ) -> int:
-        """Most tokens of a sample, in steps of 256 for each process that shares it, that fit ``device_memory`` bytes.
+        """Most tokens of a sample, in steps of ``multiple`` for each process that shares it, that fit
+        ``device_memory`` bytes.
 
         Args:
             micro_batch: as of ``predict``.
@@ -159,7 +162,7 @@ class Predictor:
         settings = _settings(config)
         plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
-        step = _STEP * settings.sequence_parallel_size
+        step = multiple * settings.sequence_parallel_size
         most = min(_LONGEST, positions_of(self._model) or _LONGEST) // step
 
         def fits(recordings: Recordings, steps: int) -> bool:

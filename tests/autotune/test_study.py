@@ -174,7 +174,7 @@ def test_another_search_in_the_folder_is_refused(search: Search) -> None:
     search(World(), metric=Metric.MEMORY, overwrite=True)
 
 
-@pytest.mark.parametrize("metric", [metric for metric in Metric if metric is not Metric.BATCH])
+@pytest.mark.parametrize("metric", [metric for metric in Metric if metric not in (Metric.BATCH, Metric.LENGTH)])
 def test_metrics_go_their_own_way(search: Search, metric: Metric) -> None:
     world = World(memory=2_000 * MIB)
     result = search(world, metric=metric, patience=16)

@@ -27,9 +27,10 @@ import torch.distributed as dist
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
-from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
+from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
+from ds_hf.engine.observe.probes.trial.lengths import lengths_of
 from ds_hf.engine.observe.probes.trial.memory import memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
@@ -172,6 +173,8 @@ class Driver:
         sizes = [m for m in range(1, share + 1) if share % m == 0 and request.low_micro <= m <= request.high_micro]
         larger = [micro for micro in sizes if micro > batch.micro]
         smaller = [micro for micro in sizes[::-1] if micro < batch.micro]
+        if request.length is not None:  # the fewer samples, the longer ones
+            larger, smaller = [], smaller[-1:]
         if request.largest:
             powers = (2**power for power in range(request.high_micro.bit_length()))
             larger += [micro for micro in powers if micro > share and micro >= request.low_micro]
@@ -180,6 +183,10 @@ class Driver:
     def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:
             self._find_longest(replay)
+        if self.request.length is not None:
+            known = lengths_of(self.engine, replay.longest)
+            self.emit("length", **known)
+            points = [] if "why" in known else points
         # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is
         # compiled for it: its size may be none of those that are measured.
         with torch.compiler.set_stance("force_eager"):
@@ -191,7 +198,7 @@ class Driver:
         best = replay.measure_all(points)
         if best is not None:
             micro, accumulation = best
-            shares = split_of(replay, resized(replay.batch, micro), accumulation)
+            shares = split_of(replay, replay.batch_of(best), accumulation)
             self.emit("split", micro=micro, accumulation=accumulation, **shares)
 
     def _find_longest(self, replay: Replay) -> None:

@@ -22,6 +22,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.memory import shared_out_of_memory
 from ds_hf.engine.observe.probes.trial.batches import Batch, resized
 from ds_hf.engine.observe.probes.trial.clock import Clock
+from ds_hf.engine.observe.probes.trial.lengths import find_longest, lengthened, lengths_of
 from ds_hf.engine.observe.probes.trial.memory import MemoryMeter, agree_max, is_out_of_memory
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.measure.protocol import TrialRequest
@@ -66,10 +67,12 @@ def loss_in(output: Any) -> Tensor:
 
 @dataclass
 class _Point:
-    """A size that fits: its batch, the peak bytes, and seconds of the update in each step."""
+    """A size that fits: its batch, the peak bytes, the tokens of its sequences where the longest are wanted, and
+    seconds of the update in each step."""
 
     batch: Batch
     peak: int
+    length: int | None = None
     updates: list[float] = field(default_factory=list)
 
 
@@ -188,7 +191,7 @@ class Replay:
         if self._before is not None and micro != self._before and (micro > self._before) != self._upwards:
             self._upwards, self._slower = micro > self._before, 0
         self._before = micro
-        gives_up = self._slower == GIVE_UP and not self.request.largest
+        gives_up = self._slower == GIVE_UP and not self.request.largest and self.request.length is None
         left_out = {"outcome": "slower", "reason": "the last ones were"} if gives_up else {}
         if micro >= self._limit:
             left_out = {"outcome": "oom", "reason": "a smaller one did not fit"}
@@ -196,15 +199,51 @@ class Replay:
             self.emit("point", micro=micro, accumulation=accumulation, **left_out)
             return False
         self._forget_shapes()
-        fine, peak = self.fits(self.batch if self.worst is None else self.worst, micro, accumulation)
-        if self.worst is not None:
+        length = None
+        if self.request.length is None:
+            fine, peak = self.fits(self.longest, micro, accumulation)
+        else:
+            length, peak = self._find_length(micro, accumulation)
+            fine = length > 0
+        if self.worst is not None or length:
             self._forget_shapes()
         if not fine:
             self._limit, self._slower = micro, 0
             self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", peak=peak, reason="out of memory")
             return False
-        self._points[point] = _Point(resized(self.batch, micro), peak)
+        batch = self._of_length(length) if length else self.batch
+        self._points[point] = _Point(resized(batch, micro), peak, length)
         return True
+
+    def batch_of(self, point: Size) -> Batch:
+        """The batch of a size that fits."""
+        return self._points[point].batch
+
+    @property
+    def longest(self) -> Batch:
+        """The longest samples that are known."""
+        return self.batch if self.worst is None else self.worst
+
+    def _of_length(self, tokens: int) -> Batch:
+        """Of whole sequences, of which this process may have a part."""
+        return lengthened(self.longest, tokens // self.engine.mesh.shape.sequence)
+
+    def _find_length(self, micro: int, accumulation: int) -> tuple[int, int]:
+        """Tokens of the longest sequences that fit, 0 for none, and the peak bytes with them."""
+        wanted, known, peaks = self.request.length, lengths_of(self.engine, self.longest), {0: 0}
+        own, step = (int(self._of_rank_0(known[name])) for name in ("own", "step"))
+
+        def fits(tokens: int) -> bool:
+            self._forget_shapes()
+            fine, peaks[tokens] = self.fits(self._of_length(tokens), micro, accumulation)
+            return fine
+
+        if self.request.exactly:
+            assert wanted
+            found = wanted if fits(wanted) else 0
+        else:
+            found = find_longest(fits, wanted or own, step, known["most"], known=bool(wanted))
+        return found, peaks[found]
 
     def _looked_at(self, found: Summary, point: Size) -> bool:
         """After a first visit: note the best, and whether this one is out of the question."""
@@ -222,6 +261,7 @@ class Replay:
             "point", micro=micro, accumulation=accumulation, outcome="ok", peak=kept.peak, seconds=found.median,
             low=found.low, high=found.high, steps=found.steps, warm_up=found.warm_up,
             optimizer_seconds=updates[len(updates) // 2], longest=self.worst is not None,
+            **({} if kept.length is None else {"length": kept.length}),
         )  # fmt: skip
 
     def _report_machine(self, found: Timing[Size]) -> None:
