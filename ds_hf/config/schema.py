@@ -177,6 +177,7 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
     if 1 <= len(elsewhere) <= 3:
         return f"move it to {' or '.join(dotted(path[:-1]) or 'the top level' for path in elsewhere)}, where it belongs"
     close = difflib.get_close_matches(plain, siblings, n=2, cutoff=0.7)
+    close += [] if close else [name for name in siblings if name.startswith(f"{plain}_")][:2]  # topk, of topk_ratio
     if close:
         return " or ".join(f'did you mean "{name}"' for name in close[:1]) + (
             f' or "{close[1]}"?' if close[1:] else "?"

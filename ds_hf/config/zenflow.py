@@ -35,6 +35,9 @@ def check_zenflow(config: Config, draft: Draft) -> None:
     if section.select_strategy == "step" and isinstance(every, int) and isinstance(often, int) and often < every:
         message = f"columns would be chosen every {often} steps, and all are updated every {every}"
         draft.fault(f"{base}/select_interval", message, f"give at least {every}")
+    if section.topk_ratio == 1:
+        message = "the device updates every column in every step: its memory holds all states, and offload saves none"
+        draft.warn(f"{base}/topk_ratio", message, "give less, such as 0.1, or remove zenflow and offload_optimizer")
     for name, narrow in (("fp16", config.fp16.fp16_master_weights_and_grads),
                          ("bf16", config.bf16.bf16_master_weights_and_grads)):  # fmt: skip
         if narrow:

@@ -186,6 +186,9 @@ class StatesNames(CoreEngine):
         masters = [] if optimizer is None else [*optimizer.masters.values(), *optimizer.low_bits.values()]
         inner = {} if optimizer is None else optimizer.optimizer.state
         states = [value for state in inner.values() for value in state.values()]
+        apart = {} if optimizer is None else optimizer.store.kept_apart()
+        states += apart.get("optim_states", ())
+        masters += apart.get("hp_params", ())
         return {
             "optim_states": [t for t in states if isinstance(t, Tensor) and t.dim()],
             "hp_params": [t for t in masters if t.untyped_storage().data_ptr() not in own],

@@ -148,7 +148,11 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Training ends: the last checkpoint is on disk before anything that follows."""
+    """Training ends: before what follows the last checkpoint is on disk, and what ZenFlow has put off is made."""
+    trained = engine_of(trainer)
+    optimizer = None if trained is None or trained.destroyed else trained.optimizer
+    if trained is not None and optimizer is not None and trained.settings.zero_optimization.zenflow is not None:
+        optimizer.settle(last=True)
     engine = _writing_engine(trainer)
     if engine is not None:
         _prune_when_written(engine, trainer, args[0] if args else kwargs["trial"])

@@ -33,6 +33,8 @@ def trained(folder: Path, stage: int, section: dict[str, Any] | None, resume: bo
         gradient_accumulation_steps=2,
     )
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
+    store = trainer.deepspeed.optimizer.store
+    assert not section or not (store._running or any(waiting.steps for waiting in store._put_off.values()))
     return history(trainer)
 
 

@@ -206,7 +206,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (Z + "/zero_hpz_partition_size", 8, "does not divide the 2"),
     (Z + "/mics_shard_size", 8, "does not divide the 2"),
     (Z + "/zenflow", {"select_strategy": "step"}, "needs a number", Z + "/zenflow/select_interval"),
-    (Z + "/zenflow", {"topk_ratio": 1.0}, "less than 1", Z + "/zenflow/topk_ratio"),
+    (Z + "/zenflow", {"topk_ratio": 1.5}, "at most 1", Z + "/zenflow/topk_ratio"),
     (Z + "/zenflow", {"update_interval": 0}, "at least 1", Z + "/zenflow/update_interval"),
     (Z + "/zeropp_loco_param", {"err_beta": 0.5}, "zero_quantized_gradients"),
     ("/tensor_parallel", {"autotp_size": 4}, "does not divide the 2", "/tensor_parallel/autotp_size"),

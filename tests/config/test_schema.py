@@ -18,6 +18,7 @@ from ds_hf.errors import ConfigError
         ({"dataloader_settings": {"num_workers": 4}}, "remove it", "did you mean"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "needs no loss scale", "fp16, where"),
         ({"zero_optimization": {"gradient_cliping": 1.0}}, "did you mean gradient_clipping", "known here"),
+        ({"zero_optimization": {"zenflow": {"topk": 0.1}}}, 'did you mean "topk_ratio"?', "expert_parallel"),
         ({"zero_optimisation": {"stage": 1}}, 'did you mean "zero_optimization"', "remove it"),
     ],
 )

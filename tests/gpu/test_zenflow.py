@@ -65,3 +65,26 @@ def test_narrow_parameters(world: int) -> None:
 def test_steps_return_before_the_update_on_the_host_ends(world: int, dtype: str | None) -> None:
     need(world)
     run_distributed(steps_beside_an_update, world, dtype, timeout=120, backend="nccl")
+
+
+def away() -> None:
+    """Chosen states leave the device's memory and come back, and training goes on as if they had not."""
+    found = []
+    for goes in (False, True):
+        engine = engine_of({**EVERY, "overlap_step": True, "topk_ratio": 0.5, "select_interval": 50}, 2)
+        losses = steps(engine, last=5)
+        if goes:
+            (chosen, *_) = engine.optimizer.store._chosen.values()
+            kept = [chosen.block.values, *(t for state in chosen.state.values() for t in state.values() if t.dim())]
+            engine.offload_states()
+            assert not any(t.untyped_storage().nbytes() for t in [*kept, chosen.positions, chosen.last])
+            engine.reload_states()
+        found.append((losses + steps(engine, first=5), weights(engine)))
+        engine.destroy()
+    (losses, values), (expected, others) = found
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert all(torch.allclose(value, others[name], atol=1e-6) for name, value in values.items())
+
+
+def test_chosen_states_that_are_away() -> None:
+    run_distributed(away, 1, timeout=60, backend="nccl")

@@ -85,6 +85,9 @@ class FileStore:
     def wait_for_states(self) -> None:
         """They are read and written unit by unit, by ``visit``."""
 
+    def kept_apart(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 

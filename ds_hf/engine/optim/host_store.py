@@ -281,6 +281,9 @@ class HostStore:
         for block in self._blocks.values():
             self._streamed.arrived(block)
 
+    def kept_apart(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         for gradient in list(self._pending):
             gradient.buffer.gather()

@@ -102,6 +102,9 @@ class StateStore(Protocol):
     def wait_for_states(self) -> None:
         """Return when the states of all buffers are where they rest, and may be read and written there."""
 
+    def kept_apart(self) -> Mapping[str, Sequence[Tensor]]:
+        """What the step needs beside masters and moments, by names of ``OffloadStateTypeEnum``."""
+
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         """Finish updates that go on beside training; yields units whose weights are to be synced.
 
@@ -218,6 +221,9 @@ class DeviceStore:
 
     def wait_for_states(self) -> None:
         """They are always there."""
+
+    def kept_apart(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
 
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())

@@ -30,5 +30,6 @@ def attach(engine: Any) -> None:
     apart = "as gradients say" if rounds.automatic else f"every {section.update_interval} steps"
     log_once(
         f"zenflow: {section.topk_ratio:.1%} of the columns of each matrix, chosen {again}, are updated in each step, "
-        f"the others {apart}{', beside the steps that follow' if section.overlap_step else ''}"
+        f"the others {apart}{', beside the steps that follow' if section.overlap_step else ''}; a checkpoint, and the "
+        "end of Trainer.train(), make what waits and begin anew"
     )

@@ -283,12 +283,24 @@ class ZenFlowStore(HostStore):
         for _, update in self._running:
             update.result()
 
+    def kept_apart(self) -> Mapping[str, Sequence[Tensor]]:
+        found: dict[str, list[Tensor]] = {"hp_params": [], "optim_states": []}
+        for chosen in self._chosen.values():
+            found["hp_params"] += [chosen.block.values, *([] if chosen.last is None else [chosen.last])]
+            found["optim_states"] += [value for state in chosen.state.values() for value in state.values()]
+            found["optim_states"] += [chosen.positions, chosen.mask]
+        return found
+
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
+        """Parameters that the host has updated come up at their round whoever reads or saves weights before: training
+        is the same with that and without. What ends an interval (``last``) brings them."""
+        if not last:
+            self.wait_for_states()
+            return
         done = self._finish_running()
-        if last:
-            self._update_from_means()
-            done += self._finish_running()
-            self._drop_chosen()
+        self._update_from_means()
+        done += self._finish_running()
+        self._drop_chosen()
         yield list(dict.fromkeys(done))
 
     def close(self) -> None:
