@@ -29,11 +29,11 @@ from ds_hf.checkpoint.files import TensorEntry, in_file_order
 from ds_hf.checkpoint.reports import RankReport
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.contents import Part, write_part
-from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis, host_group
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["BackgroundWriter", "HostCopy", "SaveTimes", "WriteJob", "host_group"]
+__all__ = ["BackgroundWriter", "HostCopy", "SaveTimes", "WriteJob"]
 
 PATIENCE_S = 1800.0  # how long rank 0 waits for a rank that writes longer than itself, and the others for rank 0
 FAREWELL_S = 5.0  # how long rank 0 waits for the others to read the verdict, before it may end and the store with it
@@ -309,11 +309,3 @@ def _farewell(store: Any, keys: list[str]) -> None:
         time.sleep(0.002)
     for key in keys:
         store.delete_key(key)
-
-
-def host_group(axis: Axis) -> Any:
-    """A group on which host tensors are reduced: the axis' own, or one beside it where that is the GPUs'."""
-    if not torch.cuda.is_available():
-        return axis.group
-    ranks = [axis.global_rank(rank) for rank in range(axis.world_size)]
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_hf.engine.checkpoint.background import host_group
-from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis, host_group
 from ds_hf.engine.events import Observer
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger, warn_once

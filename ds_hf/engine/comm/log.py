@@ -183,6 +183,7 @@ class CollectiveLog:
         watch: who compares and reports, over all axes of the process; ``None`` until an engine starts it.
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
+        host_groups: how many were made (``mesh.host_group``).
         observer: hears of each collective, ``None`` where nothing does.
         world_size: number of ranks on the axis.
         compared: all ranks have the same log.
@@ -206,6 +207,7 @@ class CollectiveLog:
         self.watch: LogWatch | None = None
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
+        self.host_groups = 0
         self.observer: LogObserver | None = None
         self._stop: Callable[[], None] | None = None
         self._known: dict[tuple[str, str, int, torch.dtype | None], tuple[Entry, int]] = {}

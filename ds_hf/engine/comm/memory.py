@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.comm.mesh import Axis, Mesh, host_group
 
 __all__ = ["PeerOutOfMemory", "shared_out_of_memory"]
 
@@ -27,8 +27,7 @@ class _Agreement:
     """The bit of each process; the group is made once for each axis."""
 
     def __init__(self, axis: Axis) -> None:
-        ranks = [axis.global_rank(rank) for rank in range(axis.world_size)]
-        self.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.group = host_group(axis)
 
     def check(self) -> None:
         """All is well here. Collective.

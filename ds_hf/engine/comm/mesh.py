@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from ds_hf.engine.comm.mpu import check_groups
 from ds_hf.engine.comm.watch import Watch
 from ds_hf.errors import ConfigError
 
-__all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "watch_for_hangs"]
+__all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "host_group", "watch_for_hangs"]
 
 
 @dataclass(frozen=True)
@@ -391,6 +392,19 @@ _LOGS = Logs()
 def axis_of(group: dist.ProcessGroup | None, name: str = "") -> Axis:
     """The axis along ``group``, by default all processes; ``name`` is for reports of hangs."""
     return Axis(group, dist.get_rank(group), dist.get_world_size(group), _LOGS.of(group, name))
+
+
+def host_group(axis: Axis) -> Any:
+    """A group of the processes on ``axis``, two or more, that reduces tensors in host memory. They call it together.
+
+    torch's ``new_group`` for some of the processes calls a group by how many each of them has, so that they never meet
+    where these differ: accelerate makes one of the first processes alone where layers are shared.
+    """
+    log = axis.log
+    assert log.store is not None
+    log.host_groups += 1
+    store = PrefixStore(f"host/{log.host_groups}", log.store)
+    return dist.ProcessGroupGloo(store, axis.rank, axis.world_size, timedelta(seconds=_group_timeout(axis.group)))
 
 
 def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) -> Axis:

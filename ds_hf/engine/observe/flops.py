@@ -45,6 +45,7 @@ __all__ = [
     "macs_to_string",
     "number_to_string",
     "params_to_string",
+    "products",
 ]
 
 _HAS_BIASES = 11  # argument of mkldnn_rnn_layer after its input; without them zeros stand for biases
@@ -220,7 +221,7 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
         aten.baddbmm: lambda *_: True,
         aten.convolution: lambda x, weight, bias=None, *_: bias is not None,
     }
-    found = {op: product(formula, biases.get(op)) for op, formula in flop_registry.items()}
+    found = {op: product(formula, biases.get(op)) for op, formula in (flop_registry | products()).items()}
     found |= {op: _raw(elements) for op in (aten.add, aten.sub, aten.mul, aten.div)}
     found[aten.mv] = product(lambda matrix, vector, **_: 2 * matrix.numel())
     found[aten.dot] = product(lambda one, other, **_: 2 * one.numel())
@@ -237,6 +238,23 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
         )
     )
     return found
+
+
+def products() -> dict[Any, Callable[..., int]]:
+    """Of operators that torch's table fails at: given the dtype of their result, it takes that for the shape.
+
+    Liger's loss calls ``addmm`` so.
+    """
+    aten = torch.ops.aten
+
+    def of(one: Tensor, other: Tensor) -> int:
+        return 2 * one.numel() * other.shape[-1]
+
+    return {
+        aten.addmm: _raw(lambda bias, one, other, *_, **__: of(one, other)),
+        aten.bmm: _raw(lambda one, other, *_, **__: of(one, other)),
+        aten.baddbmm: _raw(lambda bias, one, other, *_, **__: of(one, other)),
+    }
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:

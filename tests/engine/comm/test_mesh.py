@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ds_hf.config.types.root import AXES, MeshShape
 from ds_hf.engine.comm.collectives import all_reduce_sum
-from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.comm.memory import PeerOutOfMemory, shared_out_of_memory
+from ds_hf.engine.comm.mesh import Axis, Mesh, host_group
 from ds_hf.engine.zero.cut import even_cut, set_cut
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.errors import ConfigError
@@ -189,3 +190,30 @@ def axes_hold() -> int:
 
 def test_what_holds_for_every_mesh() -> None:
     assert run_distributed(axes_hold, 4, timeout=60) == [28] * 4
+
+
+def reduced_on_the_host() -> list[Any]:
+    """Where some processes have made a group more than others, as under accelerate where layers are shared."""
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    mesh = Mesh(MeshShape(data=2, tensor=2))
+    found: list[Any] = []
+    for axis in (mesh.world, mesh.world, mesh.replicas, mesh.axis("tensor")):
+        value = torch.tensor([dist.get_rank()])
+        dist.all_reduce(value, group=host_group(axis))
+        found.append(int(value))
+    try:
+        with shared_out_of_memory(mesh, lambda error: isinstance(error, MemoryError)):
+            if dist.get_rank() == 3:
+                raise MemoryError
+            all_reduce_sum(torch.zeros(1), mesh.axis("tensor"))
+    except (MemoryError, PeerOutOfMemory) as error:
+        found.append(type(error).__name__)
+    return found
+
+
+def test_groups_of_processes_that_have_made_others() -> None:
+    found = run_distributed(reduced_on_the_host, 4, timeout=60)
+    sums = [(6, 6, 2, 1), (6, 6, 4, 1), (6, 6, 2, 5), (6, 6, 4, 5)]
+    raised = [*["PeerOutOfMemory"] * 3, "MemoryError"]
+    assert found == [[*each, name] for each, name in zip(sums, raised, strict=True)]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hf import host
 from ds_hf.dtypes import name_of
+from ds_hf.engine.observe.flops import products
 from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, resized, shapes_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import whole_shape
@@ -159,7 +160,7 @@ def _sample_numel(batch: Batch) -> int:
 
 def _flops(replay: Replay) -> int | None:
     """Operations of forward and backward of one sample; ``None`` where it cannot be counted."""
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=products())
     try:
         with torch.compiler.set_stance("force_eager"), counter:
             replay.step(resized(replay.batch, 1), 1)
