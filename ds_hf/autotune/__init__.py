@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,18 +21,45 @@ if TYPE_CHECKING:
 __all__ = ["run_from_deepspeed", "tune", "tuned_config"]
 
 
-def tune(words: Sequence[str], options: Options | None = None, **changes: Any) -> Result:
-    """Find the fastest configuration for ``["train.py", ..., "--deepspeed", "ds_config.json"]``.
+def tune(
+    what: Sequence[str] | Callable[..., object],
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+    show: bool = False,
+    **changes: Any,
+) -> Result:
+    """Find the fastest configuration for ``["train.py", ..., "--deepspeed", "ds_config.json"]``, or for a function.
 
     Args:
+        what: a command line; or a function that trains, with the path of a configuration as its argument. One that
+            takes ``**arguments`` too gets those of ``TrainingArguments`` that go with it. It is called in processes
+            of its own.
+        config: of a function: a file, a preset, or a dict; a command line names its own.
+        show: print what happens, as the command does.
         changes: fields of ``Options`` by name.
+
+    Raises:
+        ConfigError: the function cannot be called in other processes, or the configuration or an option is wrong.
+        TuneError: what is tuned fails by itself, or never trains; ``tail`` is the end of its output.
     """
     import dataclasses
 
+    from rich.console import Console
+
     from ds_hf.autotune.options import Options
     from ds_hf.autotune.run import tune as run
+    from ds_hf.errors import ConfigError
 
-    return run(words, dataclasses.replace(options or Options(), **changes))
+    asked = dataclasses.replace(options or Options(), **changes)
+    console = Console() if show else None
+    if callable(what):
+        from ds_hf.autotune.function import tune_function
+
+        return tune_function(what, config, asked, console)
+    if config is not None:
+        raise ConfigError("a command line names its configuration itself: tune([..., '--deepspeed', 'ds_config.json'])")
+    return run(what, asked, console)
 
 
 def run_from_deepspeed(mode: str, command: list[str]) -> int:

@@ -94,6 +94,7 @@ class Result:
         rejected: what looked better and was not when the script itself ran with it.
         workers: of the script's DataLoader, where more than it has pay.
         limits: shares of a step's time, and what limits it.
+        paths: what was written: "config" (the best file), "report", "trials", "reasons", "command".
     """
 
     best: tuple[Record, Point]
@@ -116,6 +117,12 @@ class Result:
     rejected: str = ""
     workers: int | None = None
     learning_rate: LrResult | None = None
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        """All that was measured or ruled out: the rows of ``trials.csv``."""
+        return list(csv.DictReader(io.StringIO(self.paths["trials"].read_text("utf-8"))))
 
     @property
     def is_certain(self) -> bool:

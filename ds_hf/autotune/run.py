@@ -154,6 +154,7 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
     found = result.learning_rate
     rate = [] if found is None else [section("Learning rate", code(summary(found))), *sections(found)]
     paths["report"] = write_report(search, result, rate)
+    result.paths = paths
     view.say("")
     view.say(headline(search, result))
     for line in summary_lines(search, result):
