@@ -441,7 +441,7 @@ def _disagreement(name: str, about: Sequence[Claim], note: str = "") -> Fault:
 def _product_fault(claims: Sequence[Claim], shape: MeshShape, world: int, *, free: bool) -> Fault:
     """Sizes that do not multiply to the number of processes, with the meshes nearest to what was asked for."""
     about = [c for c in claims if c.axis in (*AXES, "model") and (c.size > 1 or c.axis == "data")]
-    said = " x ".join(f"{_NAMES[c.axis]} {c}" for c in about)
+    said = " x ".join(f"{_NAMES[axis]} {c}" for axis, c in {c.axis: c for c in about}.items())
     product = shape.pipe * shape.sequence * shape.tensor if free else shape.processes
     relation = f"does not divide the {world}" if free else f"is {product}, and there are {world}"
     near = "".join(f"\n           {each}" for each in _nearby(shape, world, free=free))

@@ -242,6 +242,8 @@ def _all_claims(model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Cla
     if not hasattr(topology, "get_axis_names"):
         topology = None
     claims = [*known, *given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)]
+    if isinstance(model, StageModule) and model.data_is_left:
+        claims = [claim for claim in claims if (claim.pointer, claim.axis) != (TOPOLOGY, "data")]
     if not isinstance(model, StageModule):
         claims = [replace(claim, pointer=MODEL_TOPOLOGY) if claim.pointer == TOPOLOGY else claim for claim in claims]
     if (room := _dtensor_room(model)) is not None:
@@ -300,6 +302,8 @@ def _load(
 def _make_mesh(settings: Config, shape: MeshShape, model: nn.Module, mpu: Any, *, divides: bool) -> Mesh:
     """The groups of all axes. Collective."""
     if isinstance(model, StageModule):
+        if model.data_is_left and shape.tensor > 1:
+            model.share_layers(shape.tensor)
         grid = model.mpu()
         if mpu is not None and mpu is not grid:
             check_same_groups(mpu, grid.dp_group, grid.slice_group)

@@ -148,6 +148,7 @@ def test_all_disagreements_at_once() -> None:
             ["data 2 x tensor 2", "data 4"],
         ),
         ({}, {"mesh_param": (8, 1)}, 4, "data-parallel 8 (mesh_param[0]) is 8, and there are 4", ["data 4"]),
+        ({"data_parallel_size": 3}, {"mesh_param": (3, 1)}, 4, ": data-parallel 3 (mesh_param[0]) is 3,", ["data 4"]),
         ({"data_parallel_size": 3}, {}, 4, "data-parallel 3 (data_parallel_size) is 3, and there are 4", ["data 4"]),
         (
             {},

@@ -165,6 +165,7 @@ class TransformersPipeline(PipelineModule):
     _head: str | None
     _folder: Path | str | None
     _dtype: torch.dtype | None
+    _ends: list[int]  # stages that hold the embedding, where the head is tied to it
 
     def __init__(
         self,
@@ -231,13 +232,16 @@ class TransformersPipeline(PipelineModule):
             self.to(self._dtype)
         self.to(compute_device())
         self._check_passes_on()
-        self.tied_comms = {}
-        if len(ends) > 1:
-            axis = self._grid.mesh.spanning(sorted(ends), "data", "sequence")
-            if axis is not None:
-                tie_over_stages(base.embed_tokens.weight, "the tied embedding", sorted(ends))
+        self.__dict__["_ends"] = sorted(ends)
+        self.tied_comms = self._index_tied_modules()
         self.is_checkpointable_results = []
         self.set_checkpoint_interval(self.activation_checkpoint_interval)
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """There are none by key; what the head shares with the embedding is known to the mesh."""
+        if len(self._ends) > 1 and self._grid.mesh.spanning(self._ends, "data", "sequence") is not None:
+            tie_over_stages(self._base.embed_tokens.weight, "the tied embedding", self._ends)
+        return {}
 
     def _fill(self, made: list[nn.Module], *, ties: bool) -> None:
         """Give values to what is on the meta device: initial ones, then those of the files.

@@ -121,8 +121,9 @@ def test_a_model_trains_as_the_whole(
         assert torch.equal(param, saved[name]), name
 
 
-def in_three_dimensions(kind: str, tied: bool) -> dict[str, Any]:
-    module = PipelineModule.from_transformers(model_of(kind, tied), topology=PipeModelDataParallelTopology(2, 2, 1))
+def in_three_dimensions(kind: str, tied: bool, told: bool) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"topology": PipeModelDataParallelTopology(2, 2, 1)} if told else {"num_stages": 2}
+    module = PipelineModule.from_transformers(model_of(kind, tied), **sizes)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICRO,
@@ -138,10 +139,11 @@ def in_three_dimensions(kind: str, tied: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_are_divided_by_the_plan_of_the_model(tied: bool) -> None:
-    """The plan names the embedding and the head, which one stage each has; tied ones stay whole on both."""
-    sized = functools.partial(in_three_dimensions, "Qwen2", tied)
+@pytest.mark.parametrize(("tied", "told"), [(False, True), (True, True), (True, False)])
+def test_stages_are_divided_by_the_plan_of_the_model(tied: bool, told: bool) -> None:
+    """The plan names the embedding and the head, which one stage each has; tied ones stay whole on both. Without a
+    topology the file says that processes of a stage share it."""
+    sized = functools.partial(in_three_dimensions, "Qwen2", tied, told)
     wanted = whole("Qwen2", tied)
     for one in run_distributed(sized, 4, timeout=150):
         assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)

@@ -26,7 +26,11 @@ from ds_hf.engine.parallel.likeness import describe_arguments, describe_config
 from ds_hf.engine.parallel.pipeline.division import LayerDivision, divide_layers
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
-from ds_hf.engine.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
+from ds_hf.engine.parallel.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 from ds_hf.log import say
@@ -47,7 +51,8 @@ class StageModule(nn.Module):
     Args:
         layers: ``LayerSpec``, ``TiedLayerSpec``, modules, or functions of one argument, in order. The output of each is
             the input of the next: a tensor or a tuple of tensors.
-        num_stages: without a ``topology`` all processes are num_stages x data.
+        num_stages: without a ``topology`` all processes are num_stages x data, or x data x tensor where the
+            configuration asks for tensor parallelism.
         loss_fn: ``loss_fn(outputs, labels)`` of the last stage; without it the last layer gives the loss.
         seed_layers: seed layer ``i`` with ``base_seed + i`` before it is built, and anew before each of its calls.
         seed_fn: what seeds, by default Python, numpy and torch.
@@ -66,6 +71,7 @@ class StageModule(nn.Module):
         parts: where the layers are cut: chunk after chunk, in each stage after stage.
         forward_funcs: the layers of this stage. tied_modules: those that other layers share, by key.
         chunk: which part of them ``forward`` runs.
+        data_is_left: nobody gave the number of pipelines, which is what other sizes leave of the processes.
         tied_comms: of each tied module here its ranks, group, module and tied weights.
 
     Raises:
@@ -108,6 +114,7 @@ class StageModule(nn.Module):
         self.chunk = 0
         self.global_rank = dist.get_rank()
         with building(_WHERE) as others:
+            self.data_is_left = topology is None
             self._topo = _topology(num_stages) if topology is None else topology
             self.num_stages = max(self._topo.get_dim("pipe"), 1)
             self._layer_specs = list(layers)
@@ -406,6 +413,13 @@ class StageModule(nn.Module):
     def num_layers(self) -> int:
         """Of all stages together."""
         return self._num_layers
+
+    def share_layers(self, size: int) -> None:
+        """Let so many of the processes of each stage, neighbours, share its layers. All processes call it."""
+        pipelines = dist.get_world_size() // (self.num_stages * size)
+        self._topo = PipeModelDataParallelTopology(num_pp=self.num_stages, num_mp=size, num_dp=pipelines)
+        self._grid = PipelineParallelGrid(topology=self._topo)  # stages are outermost: each process stays in its own
+        self.tied_comms = self._index_tied_modules()
 
     def topology(self) -> ProcessTopology:
         """Coordinates of all processes."""

@@ -275,15 +275,20 @@ RULES = [
 ]
 
 
-def cut_by_the_engine(pipe: int, tensor: int, data: int, stage: int) -> dict[str, Any]:
+def cut_by_the_engine(pipe: int, tensor: int, data: int, stage: int, told: bool = True) -> dict[str, Any]:
     layers = [
         TiedLayerSpec("embed", Embedding),
         *[LayerSpec(Mlp) for _ in range(4)],
         TiedLayerSpec("embed", Embedding, forward_fn=project),
     ]
-    topology = PipeModelDataParallelTopology(pipe, tensor, data)
     module = PipelineModule(
-        layers, topology=topology, loss_fn=cross_entropy, seed_layers=True, base_seed=SEED, partition_method="uniform"
+        layers,
+        num_stages=pipe,
+        topology=PipeModelDataParallelTopology(pipe, tensor, data) if told else None,
+        loss_fn=cross_entropy,
+        seed_layers=True,
+        base_seed=SEED,
+        partition_method="uniform",
     )
     module.seed_layers = False
     settings: dict[str, Any] = {
@@ -308,11 +313,20 @@ def cut_by_the_engine(pipe: int, tensor: int, data: int, stage: int) -> dict[str
     return {"losses": losses, "norms": norms, "whole": whole, "numel": cut}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("data", "stage"), [(1, 0), (1, 1), (2, 1)])
-def test_layers_of_stages_that_the_engine_cuts(data: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("data", "stage", "told"),
+    [
+        (1, 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 0, True), (1, 1, True), (2, 1, True), (2, 1, False))
+        ),
+    ],
+)
+def test_layers_of_stages_that_the_engine_cuts(data: int, stage: int, told: bool) -> None:
+    """``told``: by a topology; else the file alone says that processes of a stage share its layers."""
     alone = run_distributed(cut_by_the_engine, 1, 1, 1, 1, 0)[0]
-    found = run_distributed(cut_by_the_engine, 4 * data, 2, 2, data, stage, timeout=150)
+    found = run_distributed(cut_by_the_engine, 4 * data, 2, 2, data, stage, told, timeout=150)
     for one in found:
         assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert one["norms"] == pytest.approx(alone["norms"], rel=1e-5)
