@@ -377,8 +377,8 @@ class Unused:
             f"{', '.join(names[:3])}{more}: no gradient in this step (said once, for the first such step). The step "
             "takes a gradient of zero, as DeepSpeed's does, so that weight decay and momentum go on changing them; "
             "torch passes over parameters without a gradient. Where they are not used on purpose, freeze them "
-            "(requires_grad_(False)) for as long, which leaves them and their moments as they are, or give them a "
-            "group with weight_decay 0",
+            "(requires_grad_(False), as PEFT's set_adapter() does with the other adapters) for as long, which leaves "
+            "them and their moments as they are, or give them a group with weight_decay 0",
             everywhere=not whole,  # each process sees what it owns
         )
 

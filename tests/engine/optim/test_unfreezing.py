@@ -27,6 +27,7 @@ from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError
 from ds_hf.log import forget_said, logger
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config, full_weights, train_both, weight_error
 
 RULES: dict[str, tuple[dict[str, Any], Callable[[Iterable[Tensor]], torch.optim.Optimizer]]] = {
@@ -583,6 +584,52 @@ def adapters_in_turns(cases: list[tuple[int, dict[str, Any]]]) -> None:
             model_parameters=model.parameters(),
         )
         assert outcome.worst < 1e-4, (stage, outcome)
+
+
+class TakesZero(torch.optim.AdamW):
+    """A parameter without a gradient has one of zero."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param) if param.grad is None and param.requires_grad else param.grad
+        return super().step(closure)
+
+
+def adapters_that_stay_trainable(cases: list[int]) -> None:
+    """A script that lets the other adapter stay trainable: its moments go on moving it, as DeepSpeed's do, which is
+    said. Plain PEFT passes over it."""
+    from peft import LoraConfig, get_peft_model
+
+    def switch(model: nn.Module, step: int) -> None:
+        cast(Any, model).set_adapter("second" if step % 2 else "first")
+        for name, param in model.named_parameters():
+            param.requires_grad_("lora_" in name)
+
+    lines = Lines()
+    logger.addHandler(lines)
+    for stage in cases:
+        forget_said()
+        config = LoraConfig(r=2, target_modules=["fc"], init_lora_weights=False)
+        model = get_peft_model(Net(), config, "first")  # type: ignore[arg-type]
+        model.add_adapter("second", config)
+        switch(model, 0)
+        outcome = train_both(
+            model,
+            lambda engine, x: engine(x),
+            [[[batch(step, 0, rank) for rank in range(dist.get_world_size())]] for step in range(6)],
+            base_config(stage, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}),
+            reference_optimizer=lambda model: TakesZero(model.parameters(), lr=1e-2, weight_decay=0.0),
+            each_step=switch,
+            model_parameters=[param for name, param in model.named_parameters() if "lora_" in name],
+        )
+        assert outcome.worst < 1e-4, (stage, outcome)
+    said = sum("as PEFT's set_adapter() does" in text for text in lines.texts)
+    assert said == (len(cases) if dist.get_rank() == 0 else said)
+
+
+def test_adapters_that_stay_trainable() -> None:
+    run_distributed(adapters_that_stay_trainable, 2, [0, 3], timeout=60)
 
 
 def test_adapters_in_turns() -> None:
