@@ -139,7 +139,7 @@ def _packed(function: Callable[..., Any]) -> bytes:
 def _pickler() -> Any:
     """Pickles functions by what they do, and not by where they are found: a notebook cannot be imported."""
     try:
-        import cloudpickle  # type: ignore[import-untyped]
+        import cloudpickle
     except ImportError:
         raise ConfigError("tune() of a function needs cloudpickle: pip install cloudpickle") from None
     return cloudpickle

@@ -16,6 +16,7 @@ from typing import Any
 
 from ds_hf.autotune.command import LENGTH, Command
 from ds_hf.autotune.division import division_of
+from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, stands_beside
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner, Watch, launch_words, samplers
@@ -29,6 +30,7 @@ __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 
 NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
+_OF_THE_GPU = ("compute", "copy")  # probes that it alone computes
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 UNTIMED_STEPS = 4  # replayed a size where bytes alone count
 LONG_STEPS = 2  # the same of the longest sequences, which take long; of the script itself, one beside its warm-up
@@ -61,12 +63,14 @@ class Launches:
         self._there: Setting | None = None  # of processes that stay
         self._stays = True  # until an engine failed that was made in the place of another one
         self._weights: dict[str, float] = {}
+        self._steady = False  # nobody else uses the GPUs
 
     def refer(self, events: Mapping[str, Any]) -> None:
         """Compare with the launch that said this; where it cut layers, engines cannot follow each other."""
         experts = (self.tree.get("expert_parallel") or {}).get("enabled")
         self._stays = not experts and division_of(events.get("facts") or {}).tensor == 1
         self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
+        self._steady = bool((events.get("facts") or {}).get("cuda")) and not shares_gpu(events.get("load") or {})
         split = events.get("split") or {}
         if "compute" in split:
             half, others = float(split["compute"]) / 2, (float(split["communication"]), float(split["idle"]))
@@ -203,8 +207,9 @@ class Launches:
         """Its times at the speed that the machine had in the first launch."""
         events = outcome.events
         replayed, natural = levels_of(events.get("machine")), levels_of(events.get("machine natural"))
-        change = self._slowdown(replayed or natural)
-        beside = self._slowdown(natural) if natural else change
+        steady = self._steady and not shares_gpu(events.get("load") or {})
+        change = self._slowdown(replayed or natural, steady=steady)
+        beside = self._slowdown(natural, steady=steady) if natural else change
         outcome.points = [_at(point, change) for point in outcome.points]
         if outcome.natural:
             found = summarise(outcome.natural)
@@ -213,8 +218,16 @@ class Launches:
             outcome.waits = [seconds / beside.factor for seconds in outcome.waits]
         return outcome
 
-    def _slowdown(self, here: dict[str, Level]) -> Slowdown:
-        return Slowdown() if here == self._machine else compared(here, self._machine, self._weights)
+    def _slowdown(self, here: dict[str, Level], *, steady: bool) -> Slowdown:
+        """
+        Args:
+            steady: a GPU's clock follows what it computes: the more a setting asks of it, the slower are the probes
+                beside its steps. Where nobody else uses it, its own probes therefore say nothing of the machine.
+        """
+        if here == self._machine:
+            return Slowdown()
+        same = {kind: Level(1.0) for kind in _OF_THE_GPU if kind in here} if steady else {}
+        return compared(here | same, self._machine | same, self._weights)
 
     def _request(self, name: str, **asked: Any) -> TrialRequest:
         options = self.options

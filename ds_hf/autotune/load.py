@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 
-__all__ = ["LoadMeter", "gpu_share", "warning_of"]
+__all__ = ["LoadMeter", "gpu_share", "shares_gpu", "warning_of"]
 
 EVERY_S = 1.0
 MUCH = 0.15  # of the cores, or of a GPU
 NVIDIA_SMI_S = 5.0
+LOOKED_AT_S = 1.5
 
 
 class LoadMeter:
@@ -68,7 +69,18 @@ class LoadMeter:
 
 
 def gpu_share() -> float | None:
-    """How busy the busiest GPU is, from 0 to 1; ``None`` where that cannot be seen."""
+    """How busy the busiest GPU is, from 0 to 1; ``None`` where that cannot be seen.
+
+    It is counted over the last second: what looks busy is looked at again, as it may be what a launch before has left.
+    """
+    share = _gpu_share()
+    if share is not None and share > MUCH:
+        time.sleep(LOOKED_AT_S)
+        share = _gpu_share()
+    return share
+
+
+def _gpu_share() -> float | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -77,6 +89,12 @@ def gpu_share() -> float | None:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
         return max((float(line) / 100 for line in said.split()), default=None)
     return None
+
+
+def shares_gpu(load: Mapping[str, Any]) -> bool:
+    """Whether others use a GPU, or that cannot be seen."""
+    share = load.get("gpu")
+    return share is None or float(share) > MUCH
 
 
 def warning_of(load: Mapping[str, Any]) -> str:

@@ -173,16 +173,17 @@ class Runner:
         launch.folder.mkdir(parents=True, exist_ok=True)
         replace_file(launch.folder / "command.txt", shlex.join(launch.words) + "\n")
         Path(launch.request.events).unlink(missing_ok=True)
-        outcome = LaunchOutcome("ok", events={"load": {"gpu": gpu_share()}})
+        outcome = LaunchOutcome("ok")
         start = time.monotonic()
         started, self._staying = self._staying, None
         if started is not None and not (launch.goes_on and started.alive):
             started.end()
             started = None
         if started is None:
-            started = _Started(launch)
+            started = _Started(launch, gpu_share())
         else:
             started.ask(launch.request)
+        outcome.events["load"] = {"gpu": started.share}
         stays = False
         try:
             ended = _watch(started, launch, outcome, watch)
@@ -207,9 +208,10 @@ class Runner:
 
 
 class _Started:
-    """The processes of a launch, and where their output goes."""
+    """The processes of a launch, where their output goes, and how busy the GPUs were before them."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, share: float | None) -> None:
+        self.share = share
         self.folder = launch.folder.resolve()
         self.log = self.folder / "output.log"
         self.number = launch.request.further

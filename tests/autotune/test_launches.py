@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 from ds_hf.autotune.launches import Launches
 from ds_hf.autotune.result import Result
 from ds_hf.autotune.space import stands_beside
-from ds_hf.autotune.trial import Launch, LaunchOutcome, Runner
+from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
 from tests.autotune.world import MIB, World
 
@@ -28,6 +29,7 @@ ALL = {"sampler": "exhaustive", "micros": 100, "trials": 10_000, "patience": 10_
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 first = Path(os.environ["DS_HF_TRIAL"])
 print("started", flush=True)
 for number in range(100):
@@ -185,3 +187,31 @@ def is_gone(pid: int) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+@pytest.mark.parametrize(
+    ("cuda", "shares", "seconds"),
+    [
+        (False, (None, None), 1.0),
+        (True, (0.0, 0.0), 1.25),  # its own steps slowed the GPU's clock down
+        (True, (0.0, 0.5), 1.0),
+        (True, (0.5, 0.0), 1.0),
+        (True, (None, 0.0), 1.0),
+    ],
+)
+def test_probes_of_a_gpu_that_nobody_else_uses_say_nothing_of_the_machine(
+    cuda: bool, shares: tuple[float | None, float | None], seconds: float
+) -> None:
+    problem: Any = SimpleNamespace(options=None, command=None, config=SimpleNamespace(resolved={}))
+    launches = Launches(problem, lambda launch, watch: LaunchOutcome("ok"))
+    levels = {"compute": (1.0, 0.0), "copy": (1.0, 0.0), "host": (1.0, 0.0)}
+    load, others = ({"gpu": share} for share in shares)
+    split = {"compute": 1.0, "communication": 0.0, "idle": 0.0}
+    launches.refer({"facts": {"cuda": cuda}, "load": load, "machine": {"levels": levels}, "split": split})
+    slower = {"compute": (1.25, 0.0), "copy": (1.25, 0.0), "host": (1.0, 0.0)}
+    outcome = LaunchOutcome("ok", events={"load": others, "machine": {"levels": slower}})
+    outcome.points = [Point(1, 1, 1.25, 1.24, 1.26, 0)]
+    (found,) = launches._compare(outcome).points
+    assert found.seconds == pytest.approx(seconds)
+    assert found.slowdown == pytest.approx(1.25 / seconds)
+    assert found.high / found.low < 1.07 or seconds == 1.0
