@@ -144,6 +144,7 @@ class _Sometimes:
                     "or disable progressive_layer_drop"
                 )
         form = forms[kind]
+        hidden = hidden.view_as(hidden)  # a node of its own, or backward would come to what is around it first
         return form[0]([hidden, *form[1]]) if form else hidden
 
     def _rows_of(self, output: Any, hidden: Tensor) -> Tensor:
