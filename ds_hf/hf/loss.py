@@ -233,14 +233,20 @@ def _labels_of(trainer: Any, batch: Any) -> Any:
 
 
 def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In evaluation processes of a sequence have whole sequences of their own: each batch is a mean over its items."""
+    """In evaluation processes of a sequence have whole sequences of their own: each batch is a mean over its items.
+
+    The Trainer divides by the number of processes that share layers or sequences, as if all had the same batch and had
+    been summed over, and before 5.18 without a remainder.
+    """
+    given = dict(zip(("batch_samples", "device"), args, strict=False)) | kwargs
     if not _shares_sequences(trainer):
-        return wrapped(*args, **kwargs)
+        engine = engine_of(trainer)
+        if engine is not None and engine.mesh.shape.tensor > 1 and not trainer.args.average_tokens_across_devices:
+            given["batch_samples"] = list(given["batch_samples"]) * trainer.get_tp_size()
+        return wrapped(**given)
     if trainer.compute_loss_func is None:
         return None
     sizes = trainer.accelerator.parallelism_config
-    given = dict(zip(("batch_samples", "device"), args, strict=False)) | kwargs
-    # The Trainer divides by their number, as if all had the same batch, and before 5.18 without a remainder.
     given["batch_samples"] = list(given["batch_samples"]) * (
         sizes.sp_size * (sizes.tp_size or 1) * (sizes.cp_size or 1)
     )

@@ -43,6 +43,10 @@ def alone(folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
     return fit(folder, None, **more)
 
 
+def shared(folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
+    return fit(folder, settings(1, 2), **more)
+
+
 def runs(folder: str, tensor: int, stages: tuple[int, ...]) -> dict[int, Any]:
     return {stage: fit(f"{folder}/{stage}", settings(stage, tensor), **ARGUMENTS) for stage in stages}
 
@@ -55,6 +59,14 @@ def test_numbers_are_those_of_the_trainer_alone(data: int, stages: tuple[int, ..
     assert len(plain) > 4
     for found in run_user_code(runs, str(tmp_path), 2, stages, world_size=2 * data):
         assert_equal_histories((plain, found))
+
+
+def test_each_process_divides_by_items_of_its_own(tmp_path: Path) -> None:
+    """transformers divides them by the processes that share layers, over which it has not summed."""
+    more = {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}
+    plain = run_user_code(alone, str(tmp_path), more, world_size=1)[0]
+    for found in run_user_code(shared, str(tmp_path), more, world_size=2):
+        assert_equal_histories((plain, {1: found}))
 
 
 def right_words(prediction: Any) -> dict[str, float]:
