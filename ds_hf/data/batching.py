@@ -158,7 +158,6 @@ class VariableBatchSizeLR:
         self.base_lrs = self._unscaled = self._rates()
         self.last_epoch = last_epoch + 1
         self.rescale()
-        self._last = self._rates()
 
     def __getattr__(self, name: str) -> Any:
         """What else the schedule has (``total_steps``, which accelerate looks for)."""
@@ -170,12 +169,18 @@ class VariableBatchSizeLR:
     def _rates(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def rescale(self) -> None:
-        """Give groups the rates of the batch that comes next."""
+    def rescale(self, *, ahead: bool = False) -> None:
+        """Give groups the rates of the batch that comes next.
+
+        Args:
+            ahead: ``step`` comes after this, or not, where no step was made; ``get_last_lr`` gives the rates before.
+        """
+        before = self._rates()
         place = self.last_epoch if self._position is None else self._position()
         size = self.batch_sizes[place % len(self.batch_sizes)]
         for group, rate in zip(self.optimizer.param_groups, self._unscaled, strict=True):
             group["lr"] = scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method)
+        self._last = before if ahead else self._rates()
         if self.verbose:
             logger.info("batch %d has %d samples: learning rates %s", place, size, self._rates())
 
@@ -188,14 +193,13 @@ class VariableBatchSizeLR:
         self._unscaled = self._rates()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self.rescale()
-        self._last = self._rates()
 
     def get_lr(self) -> list[float]:
         """The rates of the next batch."""
         return self._rates()
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the last ``step`` set, though the batch after it may be known by now."""
+        """The rates that ``step`` set, or, until it is called, those of the step that was made."""
         return list(self._last)
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,3 +83,20 @@ def test_a_schedule_follows_sizes_and_resumes() -> None:
     assert constant.get_lr()[0] == pytest.approx(0.1 * 2**0.5)
     constant.step()
     assert constant.get_lr()[0] == pytest.approx(0.1)
+
+
+def test_rates_that_are_logged_before_the_schedule_goes_on_are_those_of_the_step() -> None:
+    """As the Trainer does it, which leaves ``step`` out where the optimizer's step was skipped."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    base = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    place, used, logged = 0, [], []
+    schedule = VariableBatchSizeLR(base, 4, [4, 8, 2], position=lambda: place)
+    for skipped in (False, True, True, False, False):
+        used.append(optimizer.param_groups[0]["lr"])
+        place += 1
+        schedule.rescale(ahead=True)
+        logged.append(schedule.get_last_lr()[0])
+        if not skipped:
+            optimizer.step()
+            schedule.step()
+    assert logged == used == pytest.approx([0.1, 0.1, 0.025, 0.05, 0.05])

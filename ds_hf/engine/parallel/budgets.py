@@ -194,5 +194,6 @@ def follow_sizes(engine: Any, loader: Any, scheduler: Any = None) -> Any:
         verbose=section.verbose and engine.mesh.world.rank == 0,
         position=lambda: engine.global_steps,
     )
-    engine.step_hooks.append(lambda _: follower.rescale())  # also after a step that was skipped
+    ahead = scheduler is not None  # the loop steps it when it has logged the rates of this step
+    engine.step_hooks.append(lambda _: follower.rescale(ahead=ahead))  # also after a step that was skipped
     return follower
