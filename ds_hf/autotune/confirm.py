@@ -8,7 +8,7 @@ or until the budget is spent; a result that did not come so far is called not co
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_hf.autotune.records import Record
@@ -144,6 +144,30 @@ class Contest:
         self.turns += 1
         self._look_at_the_script()
 
+    def differ_in_size_alone(self, rivals: list[Contestant]) -> bool:
+        """Whether one launch can measure the best and the user's file."""
+        own, resizable = self.own(), "not resizable" not in self.search.own.events
+        if own is None or len(rivals) < 2 or not resizable:
+            return False
+        return rivals[-1].key == own.key != rivals[0].key and rivals[0].record.key == own.record.key
+
+    def turn_together(self, rivals: list[Contestant]) -> None:
+        """Measure the best and the user's file in turns in one launch, where there is time for no second one."""
+        search, both = self.search, (rivals[-1], rivals[0])
+        sizes = [(each.point.micro, each.point.accumulation) for each in both]
+        label = f"your file and micro-batch {sizes[1][0]}"
+        search.view.started(len(search.launched()), f"again, in one launch: {label}", None)
+        started, setting = time.time(), rivals[0].record.setting
+        name = f"again-{self.turns + 1}-{rivals[0].record.number}-both"
+        outcome = search.launches.replayed(name, setting, sizes, None, search.view.event, longest=False)
+        self.launches.append(Again(self.turns + 1, label, started, outcome))
+        for each, size in zip(both, sizes, strict=True):
+            points = [point for point in outcome.points if (point.micro, point.accumulation) == size]
+            if points:
+                self._again.setdefault(each.key, []).append(replace(outcome, points=points, natural=[]))
+        search.view.note_load(outcome.events)
+        self.turns += 1
+
     def _look_at_the_script(self) -> None:
         """The engine's steps may be faster, and the script's own slower: its data, or what it does besides."""
         own = self.own()
@@ -186,7 +210,11 @@ def confirm(contest: Contest) -> None:
         if contest.turns == TURNS:
             contest.why_ended = f"after {TURNS} turns their intervals still overlap"
             return
-        rivals = affordable(rivals, int(search.left / usual))
+        count = int(search.left / usual)
+        if count == 1 and contest.differ_in_size_alone(rivals):
+            contest.turn_together(rivals)
+            continue
+        rivals = affordable(rivals, count)
         if not rivals:
             contest.why_ended = f"the budget of {search.options.budget:g} s ended before the next turn"
             return

@@ -152,11 +152,13 @@ class CostModel:
     def _world(self, setting: Setting) -> int:
         """Replicas of a parameter."""
         facts = self.survey.facts
-        return int(facts["world_size"]) * self.division.tensor // self.division.of(setting).tensor
+        own, here = self.division, self.division.of(setting)
+        return int(facts["world_size"]) * own.tensor * own.pipe // (here.tensor * here.pipe)
 
     def _size(self, setting: Setting) -> ModelSize:
         """What one process holds of the model before ZeRO divides it, as if all of it were cut."""
-        facts, part = self.survey.facts, self.division.tensor / self.division.of(setting).tensor
+        facts, own, here = self.survey.facts, self.division, self.division.of(setting)
+        part = own.tensor * own.pipe / (here.tensor * here.pipe)
         return ModelSize(*(int(facts[name] * part) for name in ("total", "trainable", "largest_unit")))
 
     def states(self, setting: Setting, accumulation: int) -> StateBytes:
@@ -285,8 +287,14 @@ class CostModel:
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
         compute *= _ratio(bool(setting.get(ACTIVATIONS)), bool(self.own.get(ACTIVATIONS)), TRAVELS)
         compute += self._inside(setting, micro) if divides else 0.0
+        compute *= self._waits(setting, accumulation)
         around = self._around(setting, accumulation, compute)
         return accumulation * compute + around + self._update(setting, micro, accumulation)
+
+    def _waits(self, setting: Setting, accumulation: int) -> float:
+        """Times what it computes that a stage of a pipeline takes, with its waits for the others (1F1B)."""
+        chunks = examine(config_of(self.tree, setting), world=None, allow_auto=True).ds_hf.pipeline.chunks
+        return 1 + (self.division.of(setting).pipe - 1) / (accumulation * chunks)
 
     def _inside(self, setting: Setting, micro: int) -> float:
         """Seconds of a micro-batch in which processes that share samples exchange them: none is behind compute. In
@@ -359,14 +367,16 @@ class CostModel:
         return self._size(setting).trainable / shards
 
     def _own_compute(self, micro: int) -> float:
-        """Seconds of forward and backward in the user's setting: as measured, or on the line between and beyond."""
+        """Seconds of forward and backward in the user's setting, without waits of stages: as measured, or on the line
+        between and beyond."""
         points = sorted(self.survey.points.items())
         if not points:
             return 1e-3 * micro  # nothing of the user's setting fits: only the order counts
         each = {}
         for m, (seconds, steps, update, _) in points:
             whole = max(1e-9, (seconds - update) / steps)
-            each[m] = max(0.3 * whole, whole - self._around(self.own, steps, whole) / steps)
+            alone = max(0.3 * whole, whole - self._around(self.own, steps, whole) / steps)
+            each[m] = alone / self._waits(self.own, steps)
         if micro in each:
             return each[micro]
         sizes = np.array(list(each), dtype=float)

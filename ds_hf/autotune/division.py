@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_hf.config.load import examine
+from ds_hf.config.mesh import TOPOLOGY, Claim
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 
@@ -23,6 +24,7 @@ __all__ = [
     "EXPERTS",
     "HPZ",
     "MICS",
+    "PIPE",
     "SEQUENCE",
     "TENSOR",
     "AxisSizes",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
+PIPE = "pipeline.stages"
 EXPERTS = "expert_parallel.autoep_size"  # 0: as transformers computes them
 MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
 
@@ -43,27 +46,36 @@ class MeshDivision:
 
     Attributes:
         data: read different samples. sequence: share the tokens of each. tensor: share its layers.
+        pipe: have a stretch of the layers each.
     """
 
     data: int = 1
     sequence: int = 1
     tensor: int = 1
+    pipe: int = 1
 
     @property
     def shared(self) -> int:
         """Processes that work on one sample."""
-        return self.sequence * self.tensor
+        return self.sequence * self.tensor * self.pipe
+
+    @property
+    def claims(self) -> list[Claim]:
+        """What the script says of it beside the file."""
+        return [Claim("pipe", self.pipe, PIPE, TOPOLOGY)] if self.pipe > 1 else []
 
     def of(self, setting: Mapping[str, Any]) -> MeshDivision:
         """The same processes in a setting."""
         sequence, tensor = setting.get(SEQUENCE, self.sequence), setting.get(TENSOR, self.tensor)
-        return MeshDivision(self.data * self.shared // (sequence * tensor), sequence, tensor)
+        pipe = setting.get(PIPE, self.pipe)
+        return MeshDivision(self.data * self.shared // (sequence * tensor * pipe), sequence, tensor, pipe)
 
 
 def division_of(facts: Mapping[str, Any]) -> MeshDivision:
     """That of a launch, by its event "facts"; older journals know of data parallelism alone."""
     data = facts.get("data") or facts.get("world_size") or 1
-    return MeshDivision(int(data), int(facts.get("sequence") or 1), int(facts.get("tensor") or 1))
+    sequence, tensor, pipe = (int(facts.get(name) or 1) for name in ("sequence", "tensor", "pipe"))
+    return MeshDivision(int(data), sequence, tensor, pipe)
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
     facts, survey = events.get("facts") or {}, events.get("survey") or {}
     own, processes = division_of(facts), int(facts.get("processes") or facts.get("world_size") or 1)
     on_host = int(facts.get("on_host") or 1)
+    if "pipe" in facts:
+        return _stages(facts, tree, own, processes, on_host)
     fitting = tuple(n for n in range(2, on_host + 1) if on_host % n == 0)
     others = _experts(facts, tree, (1, *(n for n in fitting if own.data * own.sequence % n == 0)))
     others |= _groups(tuple(n for n in fitting if n < own.data and own.data % n == 0))
@@ -111,6 +125,31 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
         if len(values[name]) == 1:
             why_not[name] = next(iter(faults.values()))
     return AxisSizes(values, why_not, on_host)
+
+
+def _stages(
+    facts: Mapping[str, Any], tree: Mapping[str, Any], own: MeshDivision, processes: int, on_host: int
+) -> AxisSizes:
+    """Stages over which the layers and the processes divide, of a pipeline."""
+    why_not = dict.fromkeys((SEQUENCE, TENSOR), "the model is divided into stages")
+    chunks = ((tree.get("ds_hf") or {}).get("pipeline") or {}).get("chunks") or 1
+    counts = [n for n in range(1, processes + 1) if processes % (n * own.sequence * own.tensor) == 0]
+    values, faults = [], []
+    try:
+        from ds_hf.memory.stages import division_of as layers_over
+
+        model = _without_values(facts)
+        for count in counts:
+            try:
+                layers_over(model, count, int(chunks))
+                values.append(count)
+            except DsHfError as error:
+                faults.append(str(error))
+    except DsHfError as error:
+        faults.append(str(error))
+    if len(values) < 2:
+        why_not[PIPE] = faults[0] if faults else f"{processes} processes divide in no other way"
+    return AxisSizes({PIPE: tuple(values) or (own.pipe,)}, why_not, on_host)
 
 
 def _experts(facts: Mapping[str, Any], tree: Mapping[str, Any], sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from threading import Event, Thread
 from typing import Any
 
-from ds_hf.autotune.division import SEQUENCE, MeshDivision, division_of, model_class
+from ds_hf.autotune.division import PIPE, SEQUENCE, MeshDivision, division_of, model_class
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 from ds_hf.memory.models import with_length
 from ds_hf.memory.pricing import DEVICE_MEMORY
@@ -219,6 +219,9 @@ def _can(facts: Mapping[str, Any]) -> bool:
 def _divide_as_own(tree: dict[str, Any], own: MeshDivision) -> None:
     """Sizes that the script gives and the file does not."""
     tree.setdefault(SEQUENCE, own.sequence)
+    if own.pipe > 1:
+        section, _, key = PIPE.partition(".")
+        tree[section] = {key: own.pipe, **(tree.get(section) or {})}
     if own.tensor > 1:
         tree["tensor_parallel"] = {"autotp_size": own.tensor, **(tree.get("tensor_parallel") or {})}
 
@@ -245,9 +248,8 @@ def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing
     predictor = Predictor(config, workload)
     predictor.streams = bool(facts["cuda"])
     total = sum(param.numel() for param in predictor.model.parameters())
-    if total != facts.get("whole_total", facts["total"]) or not all(
-        param.requires_grad for param in predictor.model.parameters()
-    ):
+    expected = total if "pipe" in facts else facts.get("whole_total", facts["total"])  # a stage has a part
+    if total != expected or not all(param.requires_grad for param in predictor.model.parameters()):
         raise UnpredictableError(f"the script's {kind.__name__} is not as its configuration says: {total} parameters")
     if facts["trainable"] != facts["total"]:
         raise UnpredictableError("parts of the model are frozen")

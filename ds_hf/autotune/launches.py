@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.command import LENGTH, Command
-from ds_hf.autotune.division import division_of
+from ds_hf.autotune.division import PIPE, division_of
 from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, stands_beside
@@ -173,8 +173,7 @@ class Launches:
             length: tokens of a sequence, which the script is told, and the engine replays.
         """
         values = _batch_of(size)
-        if CHECKPOINTING in setting:
-            values[CHECKPOINTING] = setting[CHECKPOINTING]
+        values |= {name: setting[name] for name in (CHECKPOINTING, PIPE) if name in setting}
         if workers is not None:
             values[WORKERS] = workers
         if length is not None:
@@ -184,6 +183,10 @@ class Launches:
         request = self._request(name, natural_steps=NATURAL_STEPS if length is None else LONG_STEPS - 1, points=points,
                                 longest=False, length=length, exactly=length is not None)  # fmt: skip
         outcome = self._launch(name, self.command.words(config, values), request, None)
+        made = outcome.events.get("facts", {}).get("pipe")
+        if PIPE in setting and made not in (None, setting[PIPE]):
+            reason = f"the script made {made} stages where {setting[PIPE]} were asked for"
+            return LaunchOutcome("crash", f"{reason}: it does not follow {self.command.mappings.get(PIPE, 'its file')}")
         return self._compare(_from_natural(outcome, *size))
 
     def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], data: int) -> LaunchOutcome:

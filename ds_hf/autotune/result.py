@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_hf.autotune.command import LENGTH
 from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
-from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR
+from ds_hf.autotune.division import EXPERTS, PIPE, SEQUENCE, TENSOR
 from ds_hf.autotune.lengths import positions_warning
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
@@ -162,7 +162,8 @@ def make_result(contest: Contest) -> Result:
     result.limits, result.limit = limits_of(search, result.best)
     facts = search.own.events["facts"]
     processes = int(facts.get("processes") or facts["world_size"])
-    examine(config, world=WorldSize(processes, "the search"), allow_auto=True)  # never write a bad file
+    claims = search.space.division.of(best[0].setting).claims
+    examine(config, world=WorldSize(processes, "the search"), allow_auto=True, given=claims)  # never write a bad file
     return result
 
 
@@ -214,6 +215,8 @@ def headline(search: Search, result: Result) -> str:
     was, now = (seconds and seconds / point.samples
                 for seconds, point in zip(result.script, (result.own, result.best[1]), strict=True))  # fmt: skip
     script = f"the whole script {was / now:.2f} x" if was and now and result.workers is None else ""
+    if script and was and now and was < now:
+        return f"Faster in the engine, confirmed ({low:.1f} to {high:.1f} x); {script}: not seen to be faster"
     if not result.is_certain:
         where = f"{low:.1f} to {high:.1f} x in the engine" + (f", {script}" if script else "")
         return f"Faster than your file, confirmed; by how much is not certain on this machine ({where})"
@@ -271,8 +274,9 @@ def final_words(
 ) -> list[str]:
     """The whole command with the tuned file."""
     values: dict[str, object] = {MICRO: size[0], STEPS: size[1]}
-    if CHECKPOINTING in setting and setting[CHECKPOINTING] != search.space.own[CHECKPOINTING]:
-        values[CHECKPOINTING] = setting[CHECKPOINTING]
+    for name in (CHECKPOINTING, PIPE):
+        if name in setting and setting[name] != search.space.own[name]:
+            values[name] = setting[name]
     if workers is not None:
         values[WORKERS] = workers
     if length is not None:
@@ -365,6 +369,9 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         TENSOR: f"{value} processes share the layers, each with a part of their weights and activations"
         if value != 1
         else "each process computes whole layers, so that nothing is exchanged in them",
+        PIPE: f"{value} processes have a stretch of the layers each, and send what is between them"
+        if value != 1
+        else "each process has all layers, and waits for none",
         EXPERTS: {
             0: "experts as transformers computes them",
             1: "all experts of a process in one product, without transformers' own sort and gathers",

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, AxisSizes, MeshDivision
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, PIPE, SEQUENCE, TENSOR, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.config.load import examine
-from ds_hf.config.mesh import mesh_shape
+from ds_hf.config.mesh import mesh_shape, refuse_beside_pipelines
 from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
@@ -92,6 +92,7 @@ AXES = (
     FreeKey(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
     FreeKey(SEQUENCE, (1,), named_only=True, device_only=True),
     FreeKey(EXPERTS, (0,), device_only=True),
+    FreeKey(PIPE, (1,)),
     FreeKey(BUDGET, (None, 0.8, 0.5), named_only=True, device_only=True),
     FreeKey(TILES, (False, "auto"), named_only=True, device_only=True),
     FreeKey(MICS, (-1,), named_only=True),
@@ -146,7 +147,8 @@ class Space:
         self.kept: dict[str, str] = {}
         self._settings: list[Setting] | None = None
         axes = [replace(axis, values=self.sizes.values.get(axis.name, axis.values)) for axis in AXES]
-        axes = [axis for axis in axes if axis.name != EXPERTS or len(axis.values) > 1]  # models without: no word of it
+        mute = {name for name in (EXPERTS, PIPE) if name not in self.sizes.values and name not in options.tune}
+        axes = [axis for axis in axes if axis.name not in mute]  # of models without
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
@@ -174,6 +176,10 @@ class Space:
             reason = "the model checkpoints nothing"
         elif any(self._given(name) for name in (axis.name, *_SAME.get(axis.name, ()))) and not named:
             reason = "given in the file"
+        elif axis.name == PIPE and PIPE not in self.sizes.values:
+            reason = "the model is no PipelineModule"
+        elif axis.name == PIPE and PIPE not in self.command.mappings and not named:
+            reason = "free only when named by --tune, of a script that takes its stages from the file"
         elif axis.name in self.sizes.why_not:
             reason = self.sizes.why_not[axis.name]
         elif axis.name == TENSOR and not self.command.is_trainer and not named:
@@ -201,6 +207,8 @@ class Space:
         if axis.name == CHECKPOINTING:
             return bool(self.command.given_flag(CHECKPOINTING))
         value = _get(self.tree, axis.name)
+        if axis.name == PIPE:
+            return self.division.pipe  # the script says it
         if axis.name == TENSOR:
             value = value or None  # 0: off
         if axis.name == EXPERTS and _get(self.tree, "expert_parallel.enabled"):
@@ -247,12 +255,14 @@ class Space:
         """Whether ds_hf takes the configuration."""
         try:
             config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
-            if {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ} & set(setting):
+            if {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ, PIPE} & set(setting):
                 division = self.division.of(setting)
                 if division.tensor > 1 and setting.get(EXPERTS, 0) > 1:
                     return False
-                mesh_shape(config, self.division.data * self.division.shared)
-                return division == self.division or self.sizes.on_host % division.shared == 0
+                mesh_shape(config, self.division.data * self.division.shared, division.claims)
+                refuse_beside_pipelines(config, division.claims)
+                together = division.sequence * division.tensor  # stages may be on several hosts
+                return division == self.division or self.sizes.on_host % together == 0
         except ConfigError:
             return False
         return True
@@ -299,7 +309,9 @@ def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     result.pop("autotuning", None)
     defaults = {axis.name: axis.values[0] for axis in AXES}
     for name, value in setting.items():
-        if name == CHECKPOINTING or (_get(result, name) is None and value == defaults.get(name) and name != STAGE):
+        if name == CHECKPOINTING or (
+            _get(result, name) is None and value == defaults.get(name) and name not in (STAGE, PIPE)
+        ):
             continue
         if name == EXPERTS:
             result["expert_parallel"] = {
@@ -386,6 +398,8 @@ def label_of(setting: Setting) -> str:
         words.append("loss in chunks")
     words += [f"{name} parallel {setting[key]}" for key, name in ((TENSOR, "tensor"), (SEQUENCE, "sequence"))
               if setting.get(key, 1) > 1]  # fmt: skip
+    if PIPE in setting:
+        words.append(f"pipeline of {setting[PIPE]}")
     if experts := setting.get(EXPERTS):
         words.append(f"experts over {experts}" if experts > 1 else "experts together")
     if setting.get(COMPILE):
@@ -397,7 +411,7 @@ def label_of(setting: Setting) -> str:
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
     named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, CAPTURE, FP8,
-             COMMUNICATION, TENSOR, SEQUENCE, EXPERTS}  # fmt: skip
+             COMMUNICATION, TENSOR, SEQUENCE, EXPERTS, PIPE}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

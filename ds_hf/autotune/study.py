@@ -25,7 +25,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, division_of, sizes_of
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, PIPE, SEQUENCE, TENSOR, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint, TracedAhead
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.lengths import check_length
@@ -207,7 +207,7 @@ class Search:
 
     def _make_space(self, events: dict[str, Any]) -> Space:
         facts = events["facts"]
-        divides = facts["cuda"] or {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ} & set(self.options.tune)
+        divides = facts["cuda"] or "pipe" in facts or {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ} & set(self.options.tune)
         return Space(
             self.problem.config,
             self.command,
@@ -415,7 +415,10 @@ class Search:
         facts = self.own.events["facts"]
         if setting is None:
             return self._sizes_of_all(self.space, facts)
-        return self._sizes_where(facts, self.space.division.of(setting).data)
+        stages, chunks = setting.get(PIPE, 1), config_of(self.space.tree, {}).get("ds_hf", {}).get("pipeline", {})
+        turns = stages if chunks.get("chunks", 1) > 1 else 1
+        sizes = self._sizes_where(facts, self.space.division.of(setting).data)
+        return [size for size in sizes if size[1] % turns == 0]
 
     def _sizes_of_all(self, space: Space, facts: dict[str, Any]) -> list[tuple[int, int]]:
         counts = {space.division.of(setting).data for setting in space.settings()} | {space.division.data}
@@ -506,7 +509,8 @@ class Search:
 
     def _progress(self, event: dict[str, Any]) -> None:
         self.view.event(event)
-        self._ahead.on_event(event)
+        if not self.launches.seeks_length:  # a thread would stand in the way of other lengths
+            self._ahead.on_event(event)
 
     # -- what is known --------------------------------------------------------------------------------------------
 

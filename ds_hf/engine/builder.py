@@ -193,14 +193,13 @@ def _monitors(settings: Config, mesh: Mesh, *, silent: bool) -> Callable[[], Any
 
 def _is_measured(model: nn.Module) -> bool:
     """Whether this is a run of the autotuner or the LR finder."""
-    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(LR_ENV))
-    if measured and isinstance(model, StageModule):
+    if os.environ.get(LR_ENV) and isinstance(model, StageModule):
         raise ConfigError(
-            "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
-            "train_batch() here: tune a model without stages",
+            "the LR finder runs forward and backward of an engine by itself, which are parts of train_batch() here: "
+            "find the rate with a model without stages",
             "PipelineModule",
         )
-    return measured
+    return bool(os.environ.get(TRIAL_ENV) or os.environ.get(LR_ENV))
 
 
 def _divide(

@@ -90,3 +90,25 @@ FAULTS = {
 def script(fault: str = "", *, tunes_itself: bool = False) -> str:
     """The script, with one of ``FAULTS`` in it; or one that calls ``tuned_config``."""
     return TRAIN.replace("FAULT", FAULTS.get(fault, "")).replace("TUNES_ITSELF", str(tunes_itself))
+
+
+PIPELINE = """
+import argparse, json
+import deepspeed, torch
+from deepspeed.pipe import PipelineModule
+from transformers import LlamaConfig
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--stages", type=int, default=2)
+parser.add_argument("--local_rank", type=int)
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+deepspeed.init_distributed()
+torch.manual_seed(0)
+shape = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4)
+module = PipelineModule.from_transformers(LlamaConfig(**shape), num_stages=args.stages)
+data = [{"input_ids": torch.arange(i, i + 32) % 60, "labels": torch.arange(i, i + 32) % 60} for i in range(4000)]
+engine, *_ = deepspeed.initialize(args=args, model=module, training_data=data)
+for _ in range(1000):
+    engine.train_batch()
+"""

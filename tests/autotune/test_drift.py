@@ -131,6 +131,24 @@ def test_a_short_budget_confirms_the_best_beside_the_users_file(launches: int, l
     assert "".join(affordable(contestants, launches)) == left  # type: ignore[arg-type]
 
 
+def test_where_there_is_time_for_one_launch_it_has_both(search: Callable[..., Result]) -> None:
+    """A file that divides its batch too finely, and a machine so busy that one start is all that is left."""
+
+    class Slow(World):
+        def launch_seconds(self, compiled: bool, points: int) -> float:
+            return 1000.0
+
+    world = Slow()
+    result = search(world, budget=1100.0)  # a launch is expected to take 600 s
+    assert len(world.launched) == len(world.again) == 1
+    assert result.trusted
+    assert result.launches == (2, 2)
+    assert result.best[1].micro > world.micro
+    assert not result.kept
+    (again,) = result.again
+    assert {point.micro for point in again.outcome.points} == {world.micro, result.best[1].micro}
+
+
 def test_load_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     view = View(Console(), Options())
     for _ in range(3):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_hf.autotune.command import LENGTH, Command, split_launcher
+from ds_hf.autotune.footprint import TracedAhead
 from ds_hf.autotune.lengths import with_option
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.result import Result
@@ -70,7 +71,10 @@ def length_in(words: list[str], option: str = "--max_length") -> int:
     return int(words[words.index(option) + 1])
 
 
-def test_the_longest_of_all_settings(search: Search, words: list[str], tmp_path: Path) -> None:
+def test_the_longest_of_all_settings(
+    search: Search, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(TracedAhead, "on_event")  # no thread traces beside
     world = Telling(memory=1_000 * MIB)
     words += ["--max_length", "256"]
     result = search(world, metric=Metric.LENGTH, memory_limit=world.memory, patience=16)

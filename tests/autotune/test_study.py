@@ -6,12 +6,15 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ds_hf.autotune.options import Metric
-from ds_hf.autotune.records import records_of
-from ds_hf.autotune.result import NothingFits, Result, value_of
+from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.records import Record, records_of
+from ds_hf.autotune.result import NothingFits, Result, headline, value_of
+from ds_hf.autotune.trial import Point
 from ds_hf.config import load_config
 from ds_hf.errors import ConfigError, DsHfError
 from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
@@ -318,3 +321,20 @@ def test_the_learning_rates_curves_are_in_the_report(
     for title in ("Learning rate", "How to use it", "Range test", "Confirming runs"):
         assert f"<h2>{title}</h2>" in report
     assert len(report) < 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ((2.0, 1.0), "Faster than your file, confirmed; by how much is not certain on this machine (1.1 to 1.9 x in"),
+        ((1.0, 1.4), "Faster in the engine, confirmed (1.1 to 1.9 x); the whole script 0.71 x: not seen to be faster"),
+    ],
+)
+def test_a_script_that_looks_slower_is_not_called_faster(script: tuple[float, float], said: str) -> None:
+    """Not by more than the noise: then the user's file would stay."""
+    point = Point(1, 1, 1.0, 0.9, 1.1, 0)
+    record = Record(0, {}, "ok", points=(point,))
+    result = Result((record, point), point, False, 1.4, {}, (1.06, 1.88), trusted=True, script=script)
+    launches = SimpleNamespace(seeks_length=False)
+    search: Any = SimpleNamespace(options=Options(), launches=launches)
+    assert headline(search, result).startswith(said)

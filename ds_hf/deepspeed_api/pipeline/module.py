@@ -195,6 +195,11 @@ class TransformersPipeline(PipelineModule):
             folded=folded,
         )
 
+    @property
+    def whole(self) -> Any:
+        """The model of transformers that this is a stage of, with the layers that are here."""
+        return self._model
+
     def _held_together(self) -> list[Tensor]:
         tied = self._head is not None and is_tied(self._model, self._head)
         return [self._base.embed_tokens.weight] if tied else []

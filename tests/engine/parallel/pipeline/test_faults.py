@@ -19,7 +19,7 @@ from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology
 from ds_hf.errors import ConfigError, LossError, PipelineError
-from ds_hf.measure.protocol import TRIAL_ENV
+from ds_hf.measure.saving import LR_ENV
 from tests.engine.parallel.pipeline.models import VOCAB, Embedding, batches, cross_entropy, pairs, pipeline
 from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.patience import patient
@@ -124,9 +124,9 @@ def on_two_stages() -> dict[str, str]:
     }
     chunked = {**CONFIG, "gradient_accumulation_steps": 3, "ds_hf": {"pipeline": {"chunks": 2}}}
     found["chunks"] = refused(lambda: initialize(model=pipeline(), config=chunked), ConfigError)
-    os.environ[TRIAL_ENV] = "{}"
-    found["tuner"] = refused(lambda: initialize(model=pipeline(), config=CONFIG), ConfigError)
-    del os.environ[TRIAL_ENV]
+    os.environ[LR_ENV] = "{}"
+    found["rates"] = refused(lambda: initialize(model=pipeline(), config=CONFIG), ConfigError)
+    del os.environ[LR_ENV]
     module = pipeline(False)
     mpu = Megatron(module.mpu())
     engine, *_ = initialize(model=module, config={**CONFIG, "wall_clock_breakdown": True}, mpu=mpu)
@@ -179,7 +179,7 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert "was given none" in found["no data"]
         assert found["steps after"] == "2"
         assert "3 micro-batches a step are not a multiple of the 2 stages" in found["chunks"]
-        assert "the autotuner and the LR finder" in found["tuner"]
+        assert "the LR finder runs forward and backward of an engine by itself" in found["rates"]
     output = capsys.readouterr().out
     assert re.search(r"idle \| stage 0: [\d.]+% \| stage 1: [\d.]+% \| bubble of the schedule: 20.0%", output), output
 

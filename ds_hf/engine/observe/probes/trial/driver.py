@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
@@ -31,11 +32,12 @@ from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
 from ds_hf.engine.observe.probes.trial.lengths import lengths_of
-from ds_hf.engine.observe.probes.trial.memory import memory_meter, room_for_snapshot
+from ds_hf.engine.observe.probes.trial.memory import agree_max, memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
 from ds_hf.engine.observe.probes.trial.split import split_of
-from ds_hf.engine.observe.probes.trial.survey import facts, set_checkpointing, survey
+from ds_hf.engine.observe.probes.trial.survey import facts, set_checkpointing, survey, survey_pipeline, tokens_in
+from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest
@@ -93,7 +95,14 @@ class Driver:
             _DRIVERS.add(self)
             self._guard = SaveGuard(self._before_saving)
             atexit.register(self._ended_early, None)
+        self._fed: list[Tensor] = []  # of the first stage of a pipeline
+        if isinstance(engine.module, StageModule):
+            engine.module.register_forward_pre_hook(self._feed)
         self.emit("facts", **facts(engine, self.meter.total))
+
+    def _feed(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._fed:
+            self._fed += tokens_in(args)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append an event; rank 0 only."""
@@ -102,7 +111,9 @@ class Driver:
             self._file.flush()
 
     def call(self, name: Phase, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first forward that trains is where everything is measured."""
+        """The first forward that trains is where everything is measured; a pipeline has none, but steps."""
+        if name == "step" and not self.measured and isinstance(self.engine.module, StageModule):
+            self._lead_pipeline()
         if name == "forward" and not self.measured and torch.is_grad_enabled() and self.engine.module.training:
             self.measured = True
             if self.request.finish:
@@ -121,6 +132,21 @@ class Driver:
             self._clock.mark()
             self._waited = self.loaders.waited
         return method(*args, **kwargs)
+
+    def _lead_pipeline(self) -> None:
+        """A pipeline runs its batches itself: the script's own steps are timed, from the second one on."""
+        self.measured = True
+        if self.request.finish:
+            self._guard.watch_files()
+        self.emit("note", text="a pipeline runs its batches itself, so only the script's own steps are timed",
+                  resizable=False)  # fmt: skip
+        if self.request.survey:
+            survey_pipeline(self.engine, self._fed, self.emit)
+        if self.request.natural_steps == 0:
+            self._finish()
+        self._machine = Probe(self.engine).read(least=NATURAL_BEATS)
+        self._clock.mark()
+        self._waited = self.loaders.waited
 
     def _lead(self, others: list[Driver]) -> None:
         """One of several engines tells nothing of a step of the script: its own steps are timed, by this one."""
@@ -270,7 +296,10 @@ class Driver:
     def say_done(self) -> None:
         """Everything is measured."""
         self.done = True
-        self.emit("peak", nbytes=self.meter.peak())
+        peak = self.meter.peak()
+        if isinstance(self.engine.module, StageModule):  # stages differ
+            peak = agree_max(self.engine, peak, partial(_largest, self.engine))
+        self.emit("peak", nbytes=peak)
         self.emit("done")
         if self._file is not None:
             self._file.close()
@@ -287,3 +316,7 @@ class Driver:
         with suppress(Exception):
             dist.destroy_process_group()
         leave(0)
+
+
+def _largest(engine: CoreEngine, tensor: Tensor) -> None:
+    collectives.all_reduce_max(tensor, engine.mesh.world, "a peak")

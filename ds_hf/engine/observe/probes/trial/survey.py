@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_hf import host
 from ds_hf.dtypes import name_of
 from ds_hf.engine.observe.flops import products
-from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, resized, shapes_of
+from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, map_tensors, resized, shapes_of
+from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.engine.zero.estimate import measure
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
     from ds_hf.engine.observe.probes.trial.replay import Emit, Replay
 
-__all__ = ["facts", "set_checkpointing", "survey"]
+__all__ = ["facts", "set_checkpointing", "survey", "survey_pipeline", "tokens_in"]
 
 BANDWIDTH_NBYTES = 32 << 20
 PROBES = (1, 3)  # samples: two sizes give the slope
@@ -55,6 +56,7 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "data": engine.mesh.shape.data,
         "sequence": engine.mesh.shape.sequence,
         "tensor": engine.mesh.shape.tensor,
+        **({"pipe": engine.mesh.shape.pipe} if isinstance(engine.module, StageModule) else {}),
         "micro": engine.batch.micro,
         "accumulation": engine.batch.accumulation_steps,
         "train_batch": engine.batch.train,
@@ -76,7 +78,8 @@ def _whole(module: torch.nn.Module) -> int:
 
 
 def _model(module: Any) -> dict[str, Any] | None:
-    """What a model of transformers can be built from again; ``None`` for other modules."""
+    """What a model of transformers can be built from again, or the whole of a stage; ``None`` for other modules."""
+    module = getattr(module, "whole", module)
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_json_string") or not type(module).__module__.startswith("transformers."):
         return None
@@ -134,6 +137,23 @@ def survey(replay: Replay, emit: Emit) -> None:
     set_checkpointing(engine, False)
     found["flops"] = _flops(replay)
     set_checkpointing(engine, before)
+    emit("survey", **found)
+
+
+def tokens_in(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tokens among what the first stage of a pipeline is given; nothing on others."""
+    found: list[torch.Tensor] = []
+    map_tensors(args, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return [tensor for tensor in found if tensor.dim() == 2 and not tensor.is_floating_point()][:1]
+
+
+def survey_pipeline(engine: CoreEngine, fed: list[torch.Tensor], emit: Emit) -> None:
+    """As ``survey``, of what a pipeline shows: no batch is replayed there. All ranks call it."""
+    found: dict[str, Any] = {"bandwidth": _bandwidth(engine), "plain": {}, "checkpointed": {}}
+    if fed:
+        shape = list(fed[0].shape)
+        found["shapes"] = {"input_ids": shape}
+        found["inputs"] = dict.fromkeys(("input_ids", "labels"), (shape, "int64"))
     emit("survey", **found)
 
 
