@@ -103,9 +103,9 @@ def _correct_total(draft: Draft, given: dict[str, int], world: WorldSize) -> Non
         counted.add(micro * steps)  # accelerate counts dp_shard_size alone, which is 1 unless it is given
     if micro and steps and total in counted:
         draft.tree[_TOTAL] = given[_TOTAL] = right
-        message = (
-            f"it counts {total // (micro * steps)} processes, of which {world.value} read different samples ({mesh})"
-        )
+        counted_by = total // (micro * steps)
+        some = "process, where" if counted_by == 1 else "processes, of which"
+        message = f"it counts {counted_by} {some} {world.value} read different samples ({mesh})"
         draft.warn(f"/{_TOTAL}", message, f"{right} is used; set it to that, or leave it out")
 
 
