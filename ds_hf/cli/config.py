@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ds_hf.config.compression import compression_notes
 from ds_hf.config.data_efficiency import data_notes
-from ds_hf.config.docs import configuration_page
+from ds_hf.config.docs import configuration_pages
 from ds_hf.config.elastic_keys import elastic_notes
 from ds_hf.config.explain import EffectiveValue, auto_keys, missing_packages, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
@@ -191,8 +191,18 @@ def schema_command(output: Output = None, force: Force = False) -> None:
 
 @config_app.command("docs", hidden=True)
 def docs_command(output: Output = None) -> None:
-    """Print the reference page docs/configuration.md."""
-    _write(configuration_page(), output, force=True)
+    """Print the reference pages, or write docs/configuration.md and those in docs/configuration/."""
+    pages = configuration_pages()
+    if output is None:
+        _write("\n".join(pages.values()), None, force=True)
+        return
+    folder = output.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        _write(text, folder / f"{name}.md" if name else output, force=True)
+    for old in folder.glob("*.md"):
+        if old.stem not in pages:
+            old.unlink()
 
 
 def _examine(file: str, world_size: int | None) -> Config:

@@ -1,22 +1,24 @@
-"""Writes ``docs/configuration.md`` from the schema, so that the page and the code cannot disagree.
+"""Writes ``docs/configuration.md`` and a page a section from the schema, so that pages and code cannot disagree.
 
-A test compares the file with this output; ``ds-hf config docs -o docs/configuration.md`` renews it.
+A test compares the files with this output; ``ds-hf config docs -o docs/configuration.md`` renews them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 from ds_hf.config.presets import PRESETS
 from ds_hf.config.schema import Node, Path, dotted, is_other_name, load_schema, types_of, walk
 
-__all__ = ["configuration_page"]
+__all__ = ["configuration_pages"]
 
-_INTRO = """# Configuration
+_WRITTEN = """<!-- Written by `ds-hf config docs -o docs/configuration.md` from the schema. Do not edit. -->
+"""
+_INTRO = f"""# Configuration
 
-<!-- Written by `ds-hf config docs -o docs/configuration.md` from ds_hf/schemas/ds_config.schema.json. Do not edit. -->
-
+{_WRITTEN}
 ds_hf takes DeepSpeed's JSON configuration. Comments, trailing commas and bare keys are allowed, duplicate keys are not.
 An unknown key, a wrong type or an impossible combination is an error that names the place and the fix, and all errors
 come at once:
@@ -32,7 +34,7 @@ ds-hf config schema                                     # the JSON Schema, for e
 An editor that knows JSON Schema completes and checks while you type, once the file says where the schema is:
 `"$schema": "path/to/ds_config.schema.json"`.
 
-What ds_hf does with a key:
+Each section of the file has a page: [Sections](#sections). What ds_hf does with a key:
 
 - **yes**: it does what DeepSpeed's documentation says.
 - **no effect**: it is accepted; setting it to anything but its default gives a warning with the reason.
@@ -45,27 +47,42 @@ so is one that reaches a plain `initialize()`, but for the sizes that follow fro
 _STATUS = {"implemented": "yes", "no-effect": "no effect", "unsupported": "refused"}
 
 
-def configuration_page() -> str:
-    """The whole page."""
+def configuration_pages() -> dict[str, str]:
+    """The page at the entrance, named "", and one for each section of the file, by its name."""
     parts = [_INTRO, "## Presets\n", "| Name | What it is |\n|---|---|"]
     parts[-1] += "".join(f"\n| `{name}` | {text} |" for name, (text, _) in PRESETS.items()) + "\n"
     schema = load_schema()
-    plain = {key: node for key, node in schema["properties"].items() if "properties" not in node}
-    current = {key: node for key, node in plain.items() if not node.get("deprecated")}
+    sections = {key: node for key, node in schema["properties"].items() if "properties" in node}
+    current = {
+        key: node for key, node in schema["properties"].items() if key not in sections and not node.get("deprecated")
+    }
     parts.append("## Top level\n\n" + _table(list(_leaves(current, (), "implemented")), ""))
-    for key, node in schema["properties"].items():
-        if "properties" in node:
-            parts.append(_section(key, node))
-            if key == "scheduler":
-                parts += [_section(name, child, "### ") for name, child in schema["$defs"].items()]
-    parts += [_second(), _older()]
-    return "\n".join(parts)
+    parts += [_contents(sections), _second(), _older()]
+    pages = {"": "\n".join(parts)}
+    for key, node in sections.items():
+        pages[key] = _section(key, node, "# ")
+        if key == "scheduler":
+            pages[key] = "\n".join([pages[key], *(_section(name, child) for name, child in schema["$defs"].items())])
+    beside = {key: re.sub(r"\]\((?=[\w-]+\.md)", "](../", page) for key, page in pages.items() if key}
+    return pages | beside
+
+
+def _contents(sections: dict[str, Node]) -> str:
+    """The table of sections: what each is for, and what ds_hf does with its keys."""
+    lines = ["## Sections\n", "| Section | | yes | no effect | refused |", "|---|---|---|---|---|"]
+    for key, node in sections.items():
+        found = [status for _, _, status in _leaves(node["properties"], (), node.get("x-status", "implemented"))]
+        counts = " | ".join(str(found.count(status) or "") for status in _STATUS)
+        about = node["description"].split(". ")[0].rstrip(".:")
+        lines.append(f'| <a id="{key}"></a>[`{key}`](configuration/{key}.md) | {_cell(about)} | {counts} |')
+    return "\n".join(lines) + "\n"
 
 
 def _section(key: str, node: Node, level: str = "## ") -> str:
     status = node.get("x-status", "implemented")
     rows = list(_leaves(node["properties"], (), status))
-    lines = [f"{level}{key}\n", node["description"]]
+    top = [f"{level}{key}\n", _WRITTEN] if level == "# " else [f"{level}{key}\n"]
+    lines = [*top, node["description"]]
     if status != "implemented":
         lines[-1] += f" **{_STATUS[status].capitalize()}**: {node['x-reason']}."
         if "x-fix" in node:
@@ -89,7 +106,7 @@ def _leaves(properties: dict[str, Node], path: Path, status: str) -> Iterator[tu
 
 
 def _table(rows: list[tuple[str, Node, str]], base: str) -> str:
-    """One row a key, each with an anchor: ``configuration.md#zero_optimization.stage``."""
+    """One row a key, each with an anchor: ``configuration/zero_optimization.md#zero_optimization.stage``."""
     lines = ["| Key | Type | Default | ds_hf | |", "|---|---|---|---|---|"]
     lines += [
         f'| <a id="{base}{key}"></a>`{key}` | {_type(node)} | {_default(node)} | {_STATUS[status]} | {_text(node)} |'
@@ -126,6 +143,10 @@ def _text(node: Node) -> str:
         text += f" *{node['x-reason'][:1].upper()}{node['x-reason'][1:]}.*"
     for value, reason in node.get("x-unsupported-values", {}).items():
         text += f" *{value} is refused: {reason}.*"
+    return _cell(text)
+
+
+def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 

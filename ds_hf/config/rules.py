@@ -351,7 +351,7 @@ def _sparse_attention(config: Config, draft: Draft) -> None:
         errors["global_block_indices"] = global_blocks_error(starts, ends)
     for key, error in errors.items():
         if error is not None:
-            draft.fault(f"{base}/{key}", error, "see sparse_attention in docs/configuration.md")
+            draft.fault(f"{base}/{key}", error, "see docs/configuration/sparse_attention.md")
     if config.ds_hf.sparse_attention is False:
         message = "read by scripts only, which build SparseSelfAttention of it: the engine changes no attention"
         draft.warn(base, message, 'for a model of transformers add "ds_hf": {"sparse_attention": true}')

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ds_hf.cli.root import app
 from ds_hf.config import load_config
-from ds_hf.config.docs import configuration_page
+from ds_hf.config.docs import configuration_pages
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import schema_address, schema_moved, schema_text
 from ds_hf.errors import ConfigError
@@ -258,8 +258,12 @@ def test_schema_is_printed() -> None:
 
 
 def test_the_documentation_is_current() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
-    assert page == configuration_page(), "renew it: ds-hf config docs -o docs/configuration.md"
+    pages, docs = configuration_pages(), ROOT / "docs"
+    found = {path.stem: path.read_text("utf-8") for path in (docs / "configuration").glob("*.md")}
+    found[""] = (docs / "configuration.md").read_text("utf-8")
+    assert found == pages, "renew them: ds-hf config docs -o docs/configuration.md"
+    listed = [name for name in pages if name and f"- configuration/{name}.md\n" in (ROOT / "mkdocs.yml").read_text()]
+    assert listed == [name for name in pages if name], "mkdocs.yml lists each page"
 
 
 def test_it_starts_without_torch_and_before_installation(good: str) -> None:
