@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -27,6 +28,10 @@ for name, value in {
     os.environ.setdefault(name, value)
 # Unbuffered, a line of one rank is several writes, and lines of ranks that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# What a shell starts with "&" ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(ModuleNotFoundError):  # the machines with GPUs lack it
     from hypothesis import settings
