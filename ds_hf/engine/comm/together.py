@@ -135,22 +135,25 @@ class Building:
     # -- what happens around the block ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Watch for others that fail."""
+        """Watch for others that fail, from the moment when it takes long.
+
+        By a thread, which connects itself: torch asks for the name of every address that it connects to, and waits for
+        seconds where nobody answers.
+        """
         if self.store is not None:
-            with contextlib.suppress(RuntimeError):  # a store that has no second connection
-                connection = self.store.clone()
-                threading.Thread(target=self._watch, args=(connection,), name="ds_hf building", daemon=True).start()
+            threading.Thread(target=self._watch, name="ds_hf building").start()
 
     def end(self) -> None:
         """All have built it."""
-        try:
-            self.meet("end")
-        finally:
-            self._done.set()
+        self.meet("end")
+
+    def over(self) -> None:
+        """It is left, however that is."""
+        self._done.set()
 
     def fail(self, error: BaseException) -> None:
         """This process raises ``error``."""
-        self._done.set()
+        self.over()
         if self.store is None:
             return
         text = printable(str(error).strip()) or "no text"
@@ -160,8 +163,11 @@ class Building:
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone: others hear of it
             self.store.compare_set("failed", "", json.dumps(told))
 
-    def _watch(self, store: Any) -> None:
-        with contextlib.suppress(RuntimeError):
+    def _watch(self) -> None:
+        if self._done.wait(0.5):
+            return
+        with contextlib.suppress(RuntimeError):  # a store that has no second connection, or is gone
+            store = self.store.clone()
             while not self._done.wait(0.5):
                 if not store.check(["failed"]):
                     continue
@@ -232,4 +238,5 @@ def building(what: str, ranks: Sequence[int] | None = None) -> Iterator[Building
         made.fail(error)
         raise
     finally:
+        made.over()
         _open.reset(token)
