@@ -89,7 +89,7 @@ def _check(function: Callable[..., object], config: Any) -> bool:
     """Whether it takes more arguments than the configuration.
 
     Raises:
-        ConfigError: it is no function that can be launched.
+        ConfigError: it is not a function that can be launched.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if os.environ.get(TRIAL_ENV):

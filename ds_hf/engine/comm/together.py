@@ -12,6 +12,7 @@ through the store: no collective is issued, and what is sent are digests, so it 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -38,6 +39,7 @@ from ds_hf.printable import printable
 __all__ = ["Building", "building", "difference", "open_store"]
 
 GRACE_S = 5.0  # a process that could raise by itself has done so by then
+EXIT_S = 10.0  # that the end of Python waits for a thread, which it would cut off inside torch: that aborts the process
 _MISSING = "nothing"
 _SAME = (
     "Processes that train one model need the same configuration, model and optimizer: give all of them the same "
@@ -49,6 +51,7 @@ _open: ContextVar[Building | None] = ContextVar("ds_hf_building", default=None)
 # Of each default group its number, and how many blocks these ranks have entered together.
 _worlds: WeakKeyDictionary[dist.ProcessGroup, tuple[int, Counter[tuple[int, ...]]]] = WeakKeyDictionary()
 _numbers = itertools.count()
+_watching: WeakSet[threading.Thread] = WeakSet()
 
 
 class Building:
@@ -141,7 +144,9 @@ class Building:
         seconds where nobody answers.
         """
         if self.store is not None:
-            threading.Thread(target=self._watch, name="ds_hf building").start()
+            thread = threading.Thread(target=self._watch, name="ds_hf building", daemon=True)
+            _watching.add(thread)
+            thread.start()
 
     def end(self) -> None:
         """All have built it."""
@@ -176,6 +181,14 @@ class Building:
                     sys.stderr.write(f"{_text(told)}\n(rank {self.rank} waits for it in a collective and ends)\n")
                     sys.stderr.flush()
                     os._exit(1)
+
+
+@atexit.register
+def _let_watches_end() -> None:
+    """For a while only: who keeps the store may be gone, and torch goes on trying for minutes."""
+    deadline = time.monotonic() + EXIT_S
+    for thread in list(_watching):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _text(told: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig
 
 import ds_hf
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.comm.together import building
+from ds_hf.engine.comm.together import Building, building
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import DistributedFailure, run_distributed
@@ -160,6 +161,43 @@ def _waits_in_a_collective() -> None:
             dist.all_reduce(torch.ones(1))
     except OSError:
         time.sleep(300)  # until the other has ended
+
+
+class SlowToConnect:
+    """A store whose second connection takes long, as where a name server does not answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def clone(self) -> Any:
+        self.asked.set()
+        assert self.may.wait(60)
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_nobody_waits_for_the_connection_that_watches() -> None:
+    """It is made by a thread, only where building takes long, and that thread ends with what is built."""
+    before, store = set(threading.enumerate()), SlowToConnect()
+    made = Building(store, 0, (0, 1), "an engine")
+    made.begin()
+    (thread,) = set(threading.enumerate()) - before
+    assert store.asked.wait(60)
+    made.over()
+    assert thread.is_alive()
+    store.may.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+    quick = SlowToConnect()
+    made = Building(quick, 0, (0, 1), "an engine")
+    made.over()  # before the thread has waited for it
+    made.begin()
+    for each in set(threading.enumerate()) - before:
+        each.join(60)
+    assert not quick.asked.is_set()
 
 
 def test_a_process_that_sits_in_a_collective_is_ended_with_the_text() -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["Batch", "LoaderWatch", "batch_numel", "inputs_of", "longest_batch", "map_tensors", "resized", "shapes_of"]
+__all__ = ["Batch", "LoaderWatch", "batch_numel", "inputs_of", "longest_batch", "map_tensors", "resized", "shapes_of",
+           "tensors_in"]  # fmt: skip
 
 SCAN_SECONDS = 5.0  # for the lengths of the data set's samples
 
@@ -47,11 +48,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """All tensors, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(values, note)
+    return found
+
+
 def batch_numel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Samples in a batch: the first dim of its first tensor that has one."""
-    found: list[Tensor] = []
-    map_tensors((list(args), dict(kwargs)), lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return next((tensor.shape[0] for tensor in found if tensor.dim() > 0), None)
+    return next((tensor.shape[0] for tensor in tensors_in(*args, kwargs) if tensor.dim() > 0), None)
 
 
 def resized(batch: Batch, numel: int) -> Batch:
@@ -190,6 +201,4 @@ def _in_form(collated: Any, like: Batch, numel: int) -> Batch | str:
 
 
 def _devices(batch: Batch) -> list[torch.device]:
-    found: list[torch.device] = []
-    map_tensors((list(batch.args), dict(batch.kwargs)), lambda tensor: found.append(tensor.device) or tensor)  # type: ignore[func-returns-value]
-    return found
+    return [tensor.device for tensor in tensors_in(*batch.args, batch.kwargs)]

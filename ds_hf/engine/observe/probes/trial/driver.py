@@ -31,7 +31,7 @@ from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
-from ds_hf.engine.observe.probes.trial.lengths import lengths_of
+from ds_hf.engine.observe.probes.trial.lengths import length_event
 from ds_hf.engine.observe.probes.trial.memory import agree_max, memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
@@ -210,7 +210,7 @@ class Driver:
         if self.request.longest:
             self._find_longest(replay)
         if self.request.length is not None:
-            known = lengths_of(self.engine, replay.longest)
+            known = length_event(self.engine, replay.longest)
             self.emit("length", **known)
             points = [] if "why" in known else points
         # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is

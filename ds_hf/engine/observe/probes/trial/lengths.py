@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.modules.positions import positions_of
-from ds_hf.engine.observe.probes.trial.batches import Batch, map_tensors
+from ds_hf.engine.observe.probes.trial.batches import Batch, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
-__all__ = ["find_longest", "length_of", "lengthened", "lengths_of"]
+__all__ = ["find_longest", "length_event", "length_of", "lengthened"]
 
 STEP = 256  # tokens that an answer is a multiple of at most
 TRIES = 14
@@ -28,9 +28,8 @@ CLOSE = 1.03  # times what fits: what does not is no longer looked for between
 
 def length_of(batch: Batch) -> int | None:
     """Tokens of a sequence; ``None`` where the batch has no whole numbers of [samples, tokens]."""
-    found: list[Tensor] = []
-    named = {name: batch.kwargs[name] for name in ("input_ids",) if name in batch.kwargs}
-    map_tensors(named or (list(batch.args), dict(batch.kwargs)), lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    named = batch.kwargs.get("input_ids")
+    found = tensors_in(named) if named is not None else tensors_in(*batch.args, batch.kwargs)
     return next((int(t.shape[1]) for t in found if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)), None)
 
 
@@ -54,7 +53,7 @@ def lengthened(batch: Batch, tokens: int) -> Batch:
     return Batch(args, kwargs, batch.numel)
 
 
-def lengths_of(engine: CoreEngine, batch: Batch) -> dict[str, Any]:
+def length_event(engine: CoreEngine, batch: Batch) -> dict[str, Any]:
     """The event "length", of whole sequences: processes may share them."""
     shared, own = engine.mesh.shape.sequence, length_of(batch)
     if own is None:

@@ -22,7 +22,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.memory import shared_out_of_memory
 from ds_hf.engine.observe.probes.trial.batches import Batch, resized
 from ds_hf.engine.observe.probes.trial.clock import Clock
-from ds_hf.engine.observe.probes.trial.lengths import find_longest, lengthened, lengths_of
+from ds_hf.engine.observe.probes.trial.lengths import find_longest, length_event, lengthened
 from ds_hf.engine.observe.probes.trial.memory import MemoryMeter, agree_max, is_out_of_memory
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.measure.protocol import TrialRequest
@@ -230,7 +230,7 @@ class Replay:
 
     def _find_length(self, micro: int, accumulation: int) -> tuple[int, int]:
         """Tokens of the longest sequences that fit, 0 for none, and the peak bytes with them."""
-        wanted, known, peaks = self.request.length, lengths_of(self.engine, self.longest), {0: 0}
+        wanted, known, peaks = self.request.length, length_event(self.engine, self.longest), {0: 0}
         own, step = (int(self._of_rank_0(known[name])) for name in ("own", "step"))
 
         def fits(tokens: int) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_hf import host
 from ds_hf.dtypes import name_of
 from ds_hf.engine.observe.flops import products
-from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, map_tensors, resized, shapes_of
+from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, resized, shapes_of, tensors_in
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import whole_shape
@@ -142,9 +142,7 @@ def survey(replay: Replay, emit: Emit) -> None:
 
 def tokens_in(args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tokens among what the first stage of a pipeline is given; nothing on others."""
-    found: list[torch.Tensor] = []
-    map_tensors(args, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return [tensor for tensor in found if tensor.dim() == 2 and not tensor.is_floating_point()][:1]
+    return [tensor for tensor in tensors_in(*args) if tensor.dim() == 2 and not tensor.is_floating_point()][:1]
 
 
 def survey_pipeline(engine: CoreEngine, fed: list[torch.Tensor], emit: Emit) -> None:
