@@ -27,7 +27,12 @@ ALLOWED = {
     "engine/comm/log.py": {"_logs"},  # of process groups, which several engines may use
     "engine/comm/process_group.py": {"_captured"},  # the group that torch destroys at exit
     "engine/comm/streams.py": {"_streams"},  # of the device
-    "engine/comm/together.py": {"_numbers", "_open", "_worlds"},  # exchanges, numbered alike on all processes
+    "engine/comm/together.py": {
+        "_numbers",
+        "_open",
+        "_watching",
+        "_worlds",
+    },  # exchanges, numbered alike on all processes, and threads for which the end of Python waits
     "engine/modules/activations/offload.py": {"ActivationOffload.rounds"},  # compared before and after a call
     "engine/modules/capturing.py": {"_engines"},  # torch's graphs share memory, and a round of replays is of all
     "engine/modules/quantized/layers.py": {"_DERIVED"},  # classes, one for each that was derived from
