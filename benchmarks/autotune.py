@@ -387,8 +387,8 @@ def _trials(folder: Path) -> dict[str, Any]:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    from ds_hf.autotune.journal import JOURNAL, STUDY
     from ds_hf.autotune.records import records_of
-    from ds_hf.autotune.study import JOURNAL, STUDY
 
     storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
     records = records_of(optuna.load_study(study_name=STUDY, storage=storage))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-__all__ = ["harmless", "printable", "printable_json"]
+__all__ = ["counted", "harmless", "printable", "printable_json"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -33,3 +33,8 @@ def harmless(error: E) -> E:
     library quotes of a file."""
     error.args = tuple(printable(value) if isinstance(value, str) else value for value in error.args)
     return error
+
+
+def counted(number: int, one: str, more: str) -> str:
+    """``1 launch``, ``2 launches``."""
+    return f"{number} {one if number == 1 else more}"

@@ -7,22 +7,19 @@ attributes, so a search that was killed, or one of several workers, knows what a
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-import psutil
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.space import Setting, key_of, label_of
 from ds_hf.autotune.trial import LaunchOutcome, Point, samplers
 
-__all__ = ["LEAST_WAIT", "Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of", "wait_share"]
+__all__ = ["LEAST_WAIT", "Record", "attributes_of", "record_of", "records_of", "value_of", "wait_share"]
 
 ROLE_OWN = "own"
 LEAST_WAIT = 0.05  # of a step: less is not worth a launch
@@ -148,24 +145,3 @@ def record_of(trial: FrozenTrial) -> Record | None:
 def records_of(study: optuna.Study) -> list[Record]:
     """All records, in the order of their trials."""
     return [record for trial in study.get_trials(deepcopy=False) if (record := record_of(trial)) is not None]
-
-
-def worker_attributes(setting: Setting) -> dict[str, Any]:
-    """Who runs a trial, so that others leave its setting alone, and find out when it was killed."""
-    return {
-        "running": key_of(setting),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "born": psutil.Process().create_time(),
-    }
-
-
-def is_orphan(trial: FrozenTrial) -> bool:
-    """Whether a running trial's worker was on this host and is gone."""
-    kept = trial.user_attrs
-    if trial.state is not TrialState.RUNNING or kept.get("host", socket.gethostname()) != socket.gethostname():
-        return False
-    try:
-        return bool(psutil.Process(kept.get("pid", -1)).create_time() != kept.get("born"))
-    except (psutil.Error, ValueError):
-        return True

@@ -22,9 +22,10 @@ from ds_hf.autotune.lengths import length_section
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
 from ds_hf.autotune.pareto import pareto_section
-from ds_hf.autotune.records import Record, records_of, value_of
-from ds_hf.autotune.result import Result, headline, summary_lines, warnings_of
+from ds_hf.autotune.records import Record, value_of
+from ds_hf.autotune.result import Result
 from ds_hf.autotune.space import config_of, freed_by
+from ds_hf.autotune.summary import headline, summary_lines, warnings_of
 from ds_hf.autotune.view import show_value
 from ds_hf.regular_files import replace_file
 
@@ -58,7 +59,7 @@ def write_report(search: Search, result: Result, more: Sequence[str] = ()) -> Pa
 
 def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str:
     """The whole page."""
-    records = records_of(search.study)
+    records = search.journal.records()
     old = config_of(search.problem.config.resolved, {})
     body = [
         _figures(search, result),
@@ -235,7 +236,7 @@ def importances(search: Search) -> Mapping[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-            found = optuna.importance.get_param_importances(search.study, evaluator=evaluator)
+            found = optuna.importance.get_param_importances(search.journal.study, evaluator=evaluator)
     except (ValueError, RuntimeError):
         return {}
     kept = {name: value for name, value in found.items() if name in varied and value > 0}

@@ -19,6 +19,7 @@ from rich.console import Console
 from ds_hf.autotune.command import Command, split_launcher
 from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.earlier import forget, recall, remember
+from ds_hf.autotune.journal import JOURNAL
 from ds_hf.autotune.launches import Problem, Run
 from ds_hf.autotune.lengths import with_option
 from ds_hf.autotune.lr import (
@@ -36,9 +37,10 @@ from ds_hf.autotune.lr import (
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.page import code, section
 from ds_hf.autotune.report import write_report
-from ds_hf.autotune.result import Result, headline, make_result, summary_lines, write_result
+from ds_hf.autotune.result import Result, make_result
 from ds_hf.autotune.space import check_names
-from ds_hf.autotune.study import JOURNAL, Search
+from ds_hf.autotune.study import Search
+from ds_hf.autotune.summary import headline, summary_lines, write_result
 from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers
 from ds_hf.autotune.view import View
 from ds_hf.autotune.workers import try_workers
@@ -183,7 +185,7 @@ def _find_learning_rate(search: Search, result: Result, view: View) -> None:
             "to stay in the budget: a rougher answer"
         )
     least = LR_OVERTIME * (updates_of(options) * step + start)  # the shortest search may need more than is left
-    asked = FindOptions(options, search.folder / "lr", timeout_s=max(left, least))
+    asked = FindOptions(options, search.options.results_dir / "lr", timeout_s=max(left, least))
     try:
         result.learning_rate = find(result.words, asked, lambda event: view.detailed(event_line(event)))
     except LrSearchError as error:
@@ -311,7 +313,7 @@ def _signature(problem: Problem) -> dict[str, Any]:
 @contextmanager
 def _only_one_measures(search: Search) -> Iterator[None]:
     """Of several workers one measures the user's file; the others wait for what it finds."""
-    lock = search.folder / LOCK
+    lock = search.options.results_dir / LOCK
     end = time.monotonic() + search.options.trial_timeout
     while True:
         try:

@@ -10,35 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import statistics
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
 from ds_hf.autotune.division import EXPERTS, HPZ, MICS, PIPE, SEQUENCE, TENSOR, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint, TracedAhead
+from ds_hf.autotune.journal import STARTUP, Journal
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.lengths import check_length
-from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.records import (
-    ROLE_OWN,
-    Record,
-    attributes_of,
-    is_orphan,
-    records_of,
-    value_of,
-    worker_attributes,
-)
+from ds_hf.autotune.options import Metric
+from ds_hf.autotune.records import ROLE_OWN, Record, attributes_of, value_of
 from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points, told_up_front
 from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, samplers
 from ds_hf.autotune.view import View, duration
@@ -46,10 +31,8 @@ from ds_hf.errors import DsHfError
 from ds_hf.host import has_gpu
 from ds_hf.memory import UnpredictableError
 
-__all__ = ["JOURNAL", "Search", "TuneError"]
+__all__ = ["Search", "TuneError"]
 
-JOURNAL = "journal.log"
-STUDY = "ds_hf"
 EXPLORE_EVERY = 4
 WORTH = 0.015  # of the step: a launch of which less gain is expected is not made
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
@@ -61,25 +44,9 @@ LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
-STARTUP = 4  # launches before Optuna's sampler has an opinion
 TIE = 1e-6  # what a second a sample counts where samples at once do
 MANY = 1 << 62  # tokens
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
-
-
-def _cut_torn_line(path: str) -> None:
-    """Optuna passes over a line that a killed process wrote half, and appends to it: then it reads neither."""
-    with suppress(FileNotFoundError), open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 2**16)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        file.truncate(end)
 
 
 class TuneError(DsHfError):
@@ -104,8 +71,7 @@ class Search:
         self.problem, self.view = problem, view
         self.launches = Launches(problem, run or Runner())
         self.options, self.command = problem.options, problem.command
-        self.folder = self.options.results_dir
-        self.study = self._open()
+        self.journal = Journal(self.options)
         self.own: Record
         self.model: CostModel
         self.space: Space
@@ -119,25 +85,6 @@ class Search:
         self.launches.close()
         self._ahead.close()
 
-    def _open(self) -> optuna.Study:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        path = str(self.folder / JOURNAL)
-        lock = JournalFileSymlinkLock(path)
-        lock.acquire()
-        try:
-            _cut_torn_line(path)
-        finally:
-            lock.release()
-        storage = JournalStorage(JournalFileBackend(path, lock))
-        with _quiet():
-            return optuna.create_study(
-                study_name=STUDY,
-                storage=storage,
-                sampler=_sampler(self.options),
-                direction="maximize" if self.options.metric.maximize else "minimize",
-                load_if_exists=True,
-            )
-
     # -- the user's own file --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -146,10 +93,8 @@ class Search:
         Raises:
             TuneError: the script fails by itself, or never trains.
         """
-        for trial in self.study.get_trials(deepcopy=False):
-            if is_orphan(trial):
-                self.study.tell(trial.number, state=TrialState.FAIL)
-        own = next((record for record in records_of(self.study) if record.own), None)
+        self.journal.end_orphans()
+        own = next((record for record in self.journal.records() if record.own), None)
         self._tell_up_front()
         if own is None:
             own = self._measure_own()
@@ -166,7 +111,7 @@ class Search:
         matters = memory is not None or not self.options.metric.is_timed
         footprint = self._trace(survey) if matters else None
         self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
-        for record in records_of(self.study):
+        for record in self.journal.records():
             self._learn(record)
 
     def _tell_up_front(self) -> None:
@@ -341,12 +286,7 @@ class Search:
 
     def _ranked(self) -> list[tuple[float, Setting]]:
         """Settings that no worker has taken, most promising first, each with its expected gain over the best so far."""
-        taken = {record.key for record in records_of(self.study)}
-        taken |= {
-            t.user_attrs["running"]
-            for t in self.study.get_trials(deepcopy=False)
-            if t.state is TrialState.RUNNING and "running" in t.user_attrs
-        }
+        taken = self.journal.taken()
         best = self._best_cost()
         found = []
         for setting in self.space.settings():
@@ -368,18 +308,14 @@ class Search:
     def _suggested(self, open_keys: set[str]) -> Setting | None:
         """Optuna's choice, if it is one that no worker has taken."""
         for _ in range(SUGGESTIONS):
-            with _quiet():
-                trial = self.study.ask()
-                setting = {axis.name: trial.suggest_categorical(axis.name, axis.values) for axis in self.space.axes}
-            self.study.tell(trial.number, state=TrialState.FAIL)
-            plain = self.space.plain(setting)
+            plain = self.space.plain(self.journal.suggested(self.space.axes))
             if key_of(plain) in open_keys:
                 return plain
         return None
 
     def _rule_out(self) -> None:
         """Settings of which no batch can fit are recorded, without a launch."""
-        known = {record.key for record in records_of(self.study)}
+        known = {record.key for record in self.journal.records()}
         for setting in self.space.settings():
             if key_of(setting) in known or self._sizes(setting):
                 continue
@@ -395,11 +331,7 @@ class Search:
                 "reason": reason,
                 "predicted": {str(micro): [self.model.predict(setting, micro, steps).seconds, need]},
             }
-            self.study.add_trial(
-                create_trial(
-                    state=TrialState.PRUNED, params=setting, distributions=self._distributions(), user_attrs=kept
-                )
-            )
+            self.journal.add(setting, self.space.axes, kept, None, ruled_out=True)
             self.view.ruled_out(setting, reason)
 
     def longest(self, setting: Setting) -> int:
@@ -473,19 +405,13 @@ class Search:
         if length is not None:
             predicted = {}  # seconds and bytes are of the script's own length
         self.view.started(number, setting, predicted, goes_on=self.launches.goes_on(setting), tokens=length)
-        self.study.enqueue_trial(setting)
-        with _quiet():
-            trial = self.study.ask()
-            for axis in self.space.axes:
-                trial.suggest_categorical(axis.name, axis.values)
-        for key, value in worker_attributes(setting).items():
-            trial.set_user_attr(key, value)
+        trial = self.journal.begin(setting, self.space.axes)
         started = time.time()
         try:
             outcome = self._launch_sizes(name, setting, sizes, length)
             outcome.events["expected"] = {"tokens": length}
         except BaseException:
-            self.study.tell(trial.number, state=TrialState.FAIL)
+            self.journal.drop(trial)
             raise
         self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
 
@@ -530,25 +456,13 @@ class Search:
             kept["role"] = role
         best = min(outcome.points, key=self.cost, default=None)
         value = None if best is None else self._value(best)
-        state = TrialState.FAIL if value is None else TrialState.COMPLETE
-        if trial is None:
-            space = self._make_space(outcome.events)
-            distributions: dict[str, Any] = {axis.name: CategoricalDistribution(axis.values) for axis in space.axes}
-            self.study.add_trial(
-                create_trial(state=state, value=value, params=setting, distributions=distributions, user_attrs=kept)
-            )
-            number = self.study.get_trials(deepcopy=False)[-1].number
+        if trial is not None:
+            record = self.journal.end(trial, kept, value)
         else:
-            for key, attribute in kept.items():
-                trial.set_user_attr(key, attribute)
-            self.study.tell(trial.number, value, state=state)
-            number = trial.number
-        record = next(record for record in records_of(self.study) if record.number == number)
+            axes = self._make_space(outcome.events).axes
+            record = self.journal.add(setting, axes, kept, value, ruled_out=False)
         self.view.ended(record)
         return record
-
-    def _distributions(self) -> dict[str, Any]:
-        return {axis.name: CategoricalDistribution(axis.values) for axis in self.space.axes}
 
     def _learn(self, record: Record) -> None:
         if record.points and not self.launches.seeks_length:
@@ -557,7 +471,7 @@ class Search:
             self.model.observe(record.setting, [(*size, error) for size, error in zip(sizes, errors, strict=True)])
 
     def launched(self) -> list[Record]:
-        return [record for record in records_of(self.study) if record.kind != "ruled out"]
+        return [record for record in self.journal.records() if record.kind != "ruled out"]
 
     def _value(self, point: Point) -> float:
         """In the metric's unit, for Optuna."""
@@ -612,23 +526,6 @@ def expected_gain(ratio: float, spread: float) -> float:
         return max(0.0, mean)
     density = statistics.NormalDist(mean, spread)
     return mean * (1 - density.cdf(0.0)) + spread**2 * density.pdf(0.0)
-
-
-def _sampler(options: Options) -> optuna.samplers.BaseSampler:
-    if options.sampler == "random":
-        return optuna.samplers.RandomSampler(seed=options.seed)
-    with _quiet():
-        return optuna.samplers.TPESampler(
-            seed=options.seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Optuna calls some of its own options experimental, each time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
 
 
 def _short_hash(setting: Setting) -> str:

@@ -11,8 +11,9 @@ import statistics
 from collections.abc import Sequence
 
 from ds_hf.autotune.confirm import LEAST_GAIN
+from ds_hf.autotune.reasons import Change
 from ds_hf.autotune.records import LEAST_WAIT, wait_share
-from ds_hf.autotune.result import Change, Result, final_words
+from ds_hf.autotune.result import Result, final_words
 from ds_hf.autotune.space import WORKERS
 from ds_hf.autotune.study import Search
 from ds_hf.measure.statistics import summarise

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ds_hf.launcher.options import LaunchOptions
 from ds_hf.launcher.spec import NodeSpec
+from ds_hf.printable import counted
 
 __all__ = ["plan_lines"]
 
@@ -17,7 +18,7 @@ def plan_lines(
 ) -> list[str]:
     """The lines of the plan; ``starts``: hosts, environment and command line of each start, none for this machine."""
     hosts = len(spec.hosts)
-    lines = [f"# {_count(spec.world_size, 'process', 'processes')} on {_count(hosts, 'host', 'hosts')}"]
+    lines = [f"# {counted(spec.world_size, 'process', 'processes')} on {counted(hosts, 'host', 'hosts')}"]
     for node, (host, slots) in enumerate(zip(spec.hosts, spec.slots, strict=True)):
         first = spec.first_rank(node)
         kind = "GPU" if spec.set_devices else "slot"
@@ -53,7 +54,3 @@ def _torchrun(spec: NodeSpec, node: int) -> list[str]:
     words += ["--module"] * spec.module + ["--no-python"] * spec.no_python
     rank = ["--local_rank=N"] if spec.local_rank_argument else []
     return [*words, spec.command[0], *rank, *spec.command[1:]]
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

@@ -14,9 +14,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from ds_hf.autotune.inside import search_from_script
+from ds_hf.autotune.journal import JOURNAL
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.run import tune
-from ds_hf.autotune.study import JOURNAL, TuneError
+from ds_hf.autotune.study import TuneError
 from ds_hf.errors import ConfigError, DsHfError
 from tests.autotune.conftest import FREE, KEPT
 from tests.autotune.world import World

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.records import Record, records_of
-from ds_hf.autotune.result import NothingFits, Result, headline, value_of
+from ds_hf.autotune.records import Record, records_of, value_of
+from ds_hf.autotune.result import NothingFits, Result
+from ds_hf.autotune.summary import headline
 from ds_hf.autotune.trial import Point
 from ds_hf.config import load_config
 from ds_hf.errors import ConfigError, DsHfError

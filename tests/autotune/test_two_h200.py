@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.result import Result, value_of
+from ds_hf.autotune.records import value_of
+from ds_hf.autotune.result import Result
 from ds_hf.autotune.run import tune
 from tests.autotune.conftest import FREE, KEPT
 from tests.autotune.world import TwoH200

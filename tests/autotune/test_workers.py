@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_hf.autotune.result import Change, Result
+from ds_hf.autotune.reasons import Change
+from ds_hf.autotune.result import Result
 from tests.autotune.world import World
 
 Search = Callable[..., Result]
