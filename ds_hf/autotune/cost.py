@@ -113,7 +113,7 @@ class CostModel:
         self._names: list[Feature] = []
         self._weights = np.zeros(0)
         self._covariance = np.zeros((0, 0))
-        self._plans: dict[str, StatePlan] = {}
+        self._plans: dict[str, tuple[StatePlan, int]] = {}
         self._rooflines: dict[tuple[str, int, int], float] = {}
         self._lengths: dict[tuple[str, int], int] = {}
         self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
@@ -144,9 +144,14 @@ class CostModel:
 
     def plan(self, setting: Setting) -> StatePlan:
         """The state plan of a setting."""
+        return self._read(setting)[0]
+
+    def _read(self, setting: Setting) -> tuple[StatePlan, int]:
+        """The state plan of a setting, and the stretches of layers that a stage of its pipeline has."""
         key = key_of(setting)
         if key not in self._plans:
-            self._plans[key] = plan_states(examine(config_of(self.tree, setting), world=None, allow_auto=True))
+            config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
+            self._plans[key] = plan_states(config), config.ds_hf.pipeline.chunks
         return self._plans[key]
 
     def _world(self, setting: Setting) -> int:
@@ -293,8 +298,7 @@ class CostModel:
 
     def _waits(self, setting: Setting, accumulation: int) -> float:
         """Times what it computes that a stage of a pipeline takes, with its waits for the others (1F1B)."""
-        chunks = examine(config_of(self.tree, setting), world=None, allow_auto=True).ds_hf.pipeline.chunks
-        return 1 + (self.division.of(setting).pipe - 1) / (accumulation * chunks)
+        return 1 + (self.division.of(setting).pipe - 1) / (accumulation * self._read(setting)[1])
 
     def _inside(self, setting: Setting, micro: int) -> float:
         """Seconds of a micro-batch in which processes that share samples exchange them: none is behind compute. In
