@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.modules.positions import positions_in
+from ds_hf.engine.modules.positions import positions_of
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.memory.prediction import UnpredictableError, Workload
 
@@ -188,7 +188,7 @@ def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
         raise UnpredictableError(
             f"{type(model).__name__} is not a transformers model: give Workload(inputs={{...}}), a batch of its forward"
         )
-    batch, length = workload.micro_batch, _possible_length(config, workload.seq_len)
+    batch, length = workload.micro_batch, _possible_length(model, workload.seq_len)
     tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
     name = getattr(model, "main_input_name", "input_ids")
     inputs: dict[str, Any] = {name: tokens if name == "input_ids" else _signal(config, name, batch)}
@@ -214,9 +214,9 @@ def with_length(inputs: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
     return {name: resized(value) for name, value in inputs.items()}
 
 
-def _possible_length(config: Any, length: int) -> int:
+def _possible_length(model: nn.Module, length: int) -> int:
     """As long as the model's positions allow, where it has a table of them."""
-    limit = positions_in(config)
+    limit = positions_of(model)
     if limit is not None and length > limit:
         raise UnpredictableError(f"a sequence of {length} tokens is more than the model's {limit} positions")
     return length

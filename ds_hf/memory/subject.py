@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.config import load_config
+from ds_hf.engine.modules.positions import positions_of
 from ds_hf.memory.adapters import LoraRequest, add_lora, load_in
 from ds_hf.memory.models import build, with_length
 from ds_hf.memory.prediction import UnpredictableError, Workload
@@ -116,7 +117,8 @@ class Subject:
             attention=request.attention,
         )
         predictor = Predictor(_model_of(target, request, workload), workload)
-        limit = getattr(getattr(predictor.model, "config", None), "max_position_embeddings", None)
+        usual = getattr(getattr(predictor.model, "config", None), "max_position_embeddings", None)
+        limit = positions_of(predictor.model) or usual
         if request.seq_len is None and isinstance(limit, int) and 0 < limit < DEFAULT_LENGTH:
             predictor.workload = replace(workload, seq_len=limit)
         return cls(predictor, config, request.config is not None, notes, request)

@@ -60,8 +60,15 @@ def test_bad_shapes(name: str, value: float) -> None:
         Workload(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_sequence_longer_than_the_positions() -> None:
-    model = build("gpt2:n_embd=32,n_layer=1,n_head=2,n_positions=128", Workload())
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2:n_embd=32,n_layer=1,n_head=2,n_positions=128",
+        "roberta:hidden=32,layers=1,heads=2,intermediate=32,positions=130",
+    ],
+)
+def test_a_sequence_longer_than_the_positions(name: str) -> None:
+    model = build(name, Workload())
     with pytest.raises(UnpredictableError, match="129 tokens is more than the model's 128"):
         example_inputs(model, Workload(seq_len=129))
 
