@@ -55,8 +55,10 @@ def batch_by_seqlens(
     elif sequence_picking_order != "dataloader":
         raise ConfigError(f"sequence_picking_order is dataloader, random or seqlen, not {sequence_picking_order!r:.80}")
     fitting = [each for each in found if each[0] <= max_tokens]
+    if not found:
+        raise ConfigError("there are no samples to put together: the data set is empty", "dynamic_batching")
     if not fitting:
-        least = min((tokens for tokens, _ in found), default=0)
+        least = min(tokens for tokens, _ in found)
         raise ConfigError(
             f"no sample fits a budget of {max_tokens} tokens: the shortest has {least}. Raise max_tokens",
             "dynamic_batching",
@@ -155,7 +157,7 @@ class VariableBatchSizeLR:
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.lr_scaling_method, self.dataloader, self.verbose = lr_scaling_method, dataloader, verbose
         self._position = position
-        self.base_lrs = self._unscaled = self._rates()
+        self.base_lrs, self._unscaled, self._given = self._rates(), self._rates(), self._rates()
         self.last_epoch = last_epoch + 1
         self.rescale()
 
@@ -175,24 +177,42 @@ class VariableBatchSizeLR:
         Args:
             ahead: ``step`` comes after this, or not, where no step was made; ``get_last_lr`` gives the rates before.
         """
+        self._look()
         before = self._rates()
+        self._scale()
+        self._last = before if ahead else self._rates()
+
+    def _look(self) -> None:
+        """Tell of rates that something else has changed since they were given; new groups begin with theirs."""
+        rates = self._rates()
+        self._unscaled += rates[len(self._unscaled) :]
+        if any(now is not then and float(now) != float(then) for now, then in zip(rates, self._given, strict=False)):
+            warn_once(
+                "dynamic_batching scales the rates of its schedule by the sizes of batches, and something else has set "
+                "the rates of the optimizer: what it sets is not scaled, and does not stay. Give the schedule to "
+                'initialize(lr_scheduler=...) or accelerator.prepare(), or take "lr_scaling_method": "none"'
+            )
+
+    def _scale(self) -> None:
         place = self.last_epoch if self._position is None else self._position()
         size = self.batch_sizes[place % len(self.batch_sizes)]
         for group, rate in zip(self.optimizer.param_groups, self._unscaled, strict=True):
             group["lr"] = scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method)
-        self._last = before if ahead else self._rates()
+        self._given = self._rates()
         if self.verbose:
             logger.info("batch %d has %d samples: learning rates %s", place, size, self._rates())
 
     def step(self, epoch: int | None = None) -> None:
         """Go on to the next batch, or to ``epoch``."""
+        self._look()
         for group, rate in zip(self.optimizer.param_groups, self._unscaled, strict=True):
             group["lr"] = rate
         if self.base_lr_scheduler is not None:
             self.base_lr_scheduler.step() if epoch is None else self.base_lr_scheduler.step(epoch)
         self._unscaled = self._rates()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        self.rescale()
+        self._scale()
+        self._last = self._given
 
     def get_lr(self) -> list[float]:
         """The rates of the next batch."""
@@ -208,10 +228,25 @@ class VariableBatchSizeLR:
         return {"base_lr_scheduler": base, "last_epoch": self.last_epoch, "unscaled": list(self._unscaled)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        if self.base_lr_scheduler is not None and state_dict["base_lr_scheduler"] is not None:
-            self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
-        self.last_epoch, self._unscaled = state_dict["last_epoch"], list(state_dict["unscaled"])
+        """Go on from there; also from the state of the schedule alone, whose batches had one size."""
+        alone = "base_lr_scheduler" not in state_dict
+        base = state_dict if alone else state_dict["base_lr_scheduler"]
+        if self.base_lr_scheduler is not None and base is not None:
+            self.base_lr_scheduler.load_state_dict(base)
+        if not alone:
+            self.last_epoch, self._unscaled = state_dict["last_epoch"], list(state_dict["unscaled"])
         if self._position is None:  # else the groups' own rates are restored, and the place is not known yet
-            self.rescale()
-        self._last = self._rates()
+            self._scale()
+        self._last = self._given = self._rates()
+
+    def resume(self, rates: Sequence[float] | None) -> None:
+        """Rates that were restored, unscaled, if they were; and the place is known now."""
+        if rates is not None:
+            self._unscaled = list(rates)
+        self._scale()
+        self._last = self._given
+
+    @property
+    def unscaled(self) -> list[float]:
+        """The rates of groups for ``base_batch_size``."""
+        return list(self._unscaled)

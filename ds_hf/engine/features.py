@@ -115,6 +115,11 @@ FEATURES = (
         "modules.token_drop:attach",
     ),
     Feature(
+        "batches of a budget of tokens, which a script may not have taken",
+        lambda e: e.settings.data_efficiency.enabled and _trains(e),
+        "parallel.budgets:attach",
+    ),
+    Feature(
         "activations in host memory",
         lambda e: e.settings.activation_checkpointing.cpu_checkpointing or e.settings.ds_hf.offload_activations,
         "modules.activations:attach",

@@ -1,4 +1,5 @@
-"""The Trainer's samples where metrics or a budget of tokens choose them: in one row, which accelerate deals out."""
+"""The Trainer's samples where metrics or a budget of tokens choose them: in one row, which accelerate deals out.
+Batches of equal cost, which transformers deals out itself, are the same in processes that share layers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
 
         return sampler_of(settings, trainer, _dataset(trainer, args, kwargs))
     if settings is None or not settings.data_efficiency.samples_by_metrics:
-        return wrapped(*args, **kwargs)
+        return _dealt_by_samples(trainer, wrapped(*args, **kwargs))
     section = settings.resolved["data_efficiency"]
     from ds_hf.data.sampler import ClusterDraws, EpochSampler
 
@@ -46,6 +47,38 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
             f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} has no effect: metrics choose samples"
         )
     return EpochSampler(ClusterDraws(section, len(dataset), trainer.get_total_train_batch_size(trainer.args)))
+
+
+def _dealt_by_samples(trainer: Any, sampler: Any) -> Any:
+    """``sampler``; if it makes batches of equal cost, for processes that read different samples, and not for all.
+
+    Raises:
+        ConfigError: processes divide sequences.
+    """
+    plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
+    if plugin is None or type(sampler).__name__ != "BatchRebalanceSampler":
+        return sampler
+    if trainer.get_sp_size() > 1:
+        raise ConfigError(
+            "the processes that divide sequences take each other's batches in turn, and train_sampling_strategy="
+            "'batch_rebalance' gives each its part of a step: some steps would have the long samples alone. Take "
+            "another train_sampling_strategy, or no sequence-parallel size",
+            "sequence_parallel_size",
+        )
+    section = plugin.hf_ds_config.config.get("tensor_parallel") or {}
+    shared = max(int(trainer.get_tp_size()), int(section.get("autotp_size") or 1))
+    if shared == 1:
+        return sampler
+    return type(sampler)(
+        sampler.lengths,
+        sampler.effective_batch_size // shared,
+        sampler.dp_size // shared,
+        sampler.grad_accum,
+        sampler.shuffle,
+        sampler.seed,
+        sampler.rank // shared,
+        sampler.drop_last,
+    )
 
 
 def check_batches(trainer: Any, loader: Any) -> None:

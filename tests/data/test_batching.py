@@ -51,12 +51,13 @@ def test_another_method_is_refused() -> None:
     [
         ({"max_tokens": 4}, "no sample fits a budget of 4 tokens: the shortest has [0-9]"),
         ({"max_tokens": 4000, "effective_batch_size": 8}, "90 samples make 2 packs of 4000 tokens"),
+        ({"max_tokens": 4, "seqlens": []}, "no samples to put together: the data set is empty"),
         ({"max_tokens": 200, "sequence_picking_order": "long"}, "dataloader, random or seqlen, not 'long'"),
     ],
 )
 def test_budgets_that_do_not_fit_are_named(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        batch_by_seqlens(LENGTHS, **arguments)
+        batch_by_seqlens(**{"seqlens": LENGTHS, **arguments})
 
 
 def test_a_schedule_follows_sizes_and_resumes() -> None:
@@ -100,3 +101,17 @@ def test_rates_that_are_logged_before_the_schedule_goes_on_are_those_of_the_step
             optimizer.step()
             schedule.step()
     assert logged == used == pytest.approx([0.1, 0.1, 0.025, 0.05, 0.05])
+
+
+def test_rates_that_something_else_sets_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = VariableBatchSizeLR(optimizer, 4, [4, 8, 2])
+    schedule.step()
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(1)), "lr": 0.3})
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.15])
+    assert not caplog.records
+    optimizer.param_groups[0]["lr"] = 0.7
+    schedule.step()
+    assert "something else has set the rates of the optimizer" in caplog.text
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.3])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.errors import ConfigError
 from tests.compat.common import run_user_code
-from tests.compat.trainer_code import assert_equal_histories, histories
+from tests.compat.trainer_code import assert_equal_histories, config, fit, histories
 
 
 class Uneven(torch.utils.data.Dataset[Any]):
@@ -39,9 +40,11 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 GIVEN = {"train_dataset": Uneven(), "data_collator": pad}
 
 
+BY_COST = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, "trainer_arguments": GIVEN}
+
+
 def by_cost(folder: str, stages: tuple[int, ...]) -> Any:
-    more = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, "trainer_arguments": GIVEN}
-    return histories(folder, stages, more)
+    return histories(folder, stages, BY_COST)
 
 
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
@@ -49,3 +52,20 @@ def test_batches_of_equal_cost_weigh_tokens_exactly(tmp_path: Path, stages: tupl
     for result in run_user_code(by_cost, str(tmp_path), stages):
         assert_equal_histories(result)
         assert len(result[0]) == 4
+
+
+def alone(folder: str) -> list[dict[str, float]]:
+    return fit(folder, **BY_COST)
+
+
+def divided(folder: str, stages: tuple[int, ...]) -> Any:
+    with pytest.raises(ConfigError, match="some steps would have the long samples alone"):
+        fit(folder, config(1, sequence_parallel_size=2), **BY_COST)
+    return {stage: fit(folder, config(stage, tensor_parallel={"autotp_size": 2}), **BY_COST) for stage in stages}
+
+
+@pytest.mark.parametrize(("data", "stages"), [(1, (1,)), pytest.param(2, (0, 3), marks=pytest.mark.slow)])
+def test_processes_that_share_layers_take_the_same_batches(tmp_path: Path, data: int, stages: tuple[int, ...]) -> None:
+    plain = run_user_code(alone, str(tmp_path), world_size=data)[0]
+    for found in run_user_code(divided, str(tmp_path), stages, world_size=2 * data):
+        assert_equal_histories((plain, found))

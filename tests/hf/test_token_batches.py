@@ -31,15 +31,15 @@ LINEAR = {
 }
 
 
-def by_hand() -> tuple[list[list[int]], list[int]]:
+def by_hand(batch: int = BATCH) -> tuple[list[list[int]], list[int]]:
     """Packs in the order of the data, each as far as the budget goes; whole batches of them, and their samples."""
     packs: list[list[int]] = [[]]
     for index, length in enumerate(LENGTHS):
         if sum(LENGTHS[each] for each in packs[-1]) + length > BUDGET:
             packs.append([])
         packs[-1].append(index)
-    packs = packs[: len(packs) // BATCH * BATCH]
-    return packs, [sum(map(len, packs[start : start + BATCH])) for start in range(0, len(packs), BATCH)]
+    packs = packs[: len(packs) // batch * batch]
+    return packs, [sum(map(len, packs[start : start + batch])) for start in range(0, len(packs), batch)]
 
 
 PACKS, SIZES = by_hand()
@@ -82,25 +82,30 @@ def plain(folder: str) -> tuple[list[dict[str, float]], float]:
     return history(trainer), trainer.state.epoch
 
 
-def budgeted(folder: str, stage: int, **more: Any) -> tuple[list[dict[str, float]], float]:
-    """Trained once from start to end, and once from the fourth step on, which is inside of the second epoch."""
+def budgeted(folder: str, stage: int, **more: Any) -> tuple[list[dict[str, float]], float, list[float]]:
+    """Trained once from start to end, and twice from the fourth step on, which is inside of the second epoch: the last
+    time with batches of half as many packs, of which the rates are given."""
     whole: list[dict[str, float]] = []
-    for resume in (None, f"{folder}/checkpoint-4"):
+    rates: list[float] = []
+    for resume, accumulation in ((None, ACCUMULATION), ("checkpoint-4", ACCUMULATION), ("checkpoint-4", 1)):
         trainer = make_trainer(
             folder,
             config(stage, data_efficiency=section(**more)),
             trainer_arguments=GIVEN,
             **COMMON,
-            gradient_accumulation_steps=ACCUMULATION,
+            gradient_accumulation_steps=accumulation,
             **({} if resume else {"save_strategy": "steps", "save_steps": 4}),
         )
         optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=RATE, weight_decay=0.1)
         trainer.optimizer = optimizer
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
         found = history(trainer)
+        if accumulation == 1:
+            rates = [row["learning_rate"] for row in found if "loss" in row][4:]
+            break
         assert not resume or largest_difference(found, whole) <= 1e-6
-        whole = found
-    return whole, trainer.state.epoch
+        whole, epoch = found, trainer.state.epoch
+    return whole, epoch, rates
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,10 @@ def test_the_trainer_takes_batches_of_tokens_and_scales_rates(tmp_path: Path, st
     assert len(set(SIZES)) == 3
     ((wanted, epoch),) = run_user_code(plain, str(tmp_path / "plain"), world_size=1)
     assert len(wanted) == STEPS + 3  # three evaluations
-    for found, reached in run_user_code(budgeted, str(tmp_path / "ours"), stage, world_size=WORLD):
+    _, sizes = by_hand(WORLD)
+    for found, reached, rates in run_user_code(budgeted, str(tmp_path / "ours"), stage, world_size=WORLD):
+        after = [(STEPS - step) / STEPS * sizes[step % len(sizes)] / WORLD for step in range(4, STEPS)]
+        assert rates == pytest.approx([RATE * each for each in after])
         assert largest_difference(found, wanted) <= TOLERANCE
         assert reached == epoch == pytest.approx(STEPS / len(SIZES))
 

@@ -28,6 +28,7 @@ from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
 
 __all__ = [
     "Checkpointable",
@@ -209,6 +210,15 @@ def restore_data_position(engine: Checkpointable, saved: Any) -> None:
         raise CheckpointError(f"the checkpoint's position in the data is {saved!r} instead of {', '.join(keys)}")
     if type(saved.get("seed")) is not int:
         raise CheckpointError(f"the checkpoint's position in the data has no seed: {saved!r}")
+    live = loader.state_dict()
+    if ("packs" in saved) != ("packs" in live):
+        logger.warning(
+            "the checkpoint's position in the data counts %s, and the loader's batches are of another kind "
+            "(dynamic_batching): its epoch %d is read from the beginning",
+            "packs" if "packs" in saved else "samples",
+            saved["epoch"],
+        )
+        saved = {**live, "epoch": saved["epoch"], "samples": 0}
     loader.load_state_dict(saved)
 
 

@@ -165,6 +165,7 @@ def load_checkpoint(
     if custom_load_fn is None:
         restored = Restored(wanted.optimizer, wanted.scheduler, wanted.counters)
         check_restored(engine, holders, manifest, fit, restored)
+    _follow_batches(engine, common, wanted)
     return str(folder), common["client_state"]
 
 
@@ -382,12 +383,12 @@ def _read_rest(
         if ranks.own is not None:
             restore_random_states(ranks.own.get("rng", {}))
     if wanted.scheduler:
-        if common["lr_scheduler"] is None:
+        if _schedule_of(engine, common["lr_scheduler"]) is None:
             logger.warning(
                 "%s holds no state of a learning-rate scheduler: it starts from the beginning", manifest.folder
             )
         else:
-            engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+            engine.lr_scheduler.load_state_dict(_schedule_of(engine, common["lr_scheduler"]))
     if wanted.counters:
         counters = manifest.extra.get("counters", {})
         engine.global_steps = int(counters.get("global_steps", 0))
@@ -400,6 +401,26 @@ def _read_rest(
                 feature.load_state_dict(common["features"][name])
             else:
                 logger.warning("%s holds no state of %s: it follows from the step alone", manifest.folder, name)
+
+
+def _schedule_of(engine: Checkpointable, saved: Any) -> Any:
+    """The state of a schedule; where one followed the sizes of batches, and none does now, of that inside of it."""
+    if isinstance(saved, dict) and "base_lr_scheduler" in saved and not hasattr(engine.lr_scheduler, "unscaled"):
+        return saved["base_lr_scheduler"]
+    return saved
+
+
+def _follow_batches(engine: Checkpointable, common: dict[str, Any], wanted: _Wanted) -> None:
+    """Rates that follow the sizes of batches (``dynamic_batching``) were saved for the batch that came next then: now
+    another may come, or batches may have one size. This is after what was restored has been compared."""
+    rates = None
+    if wanted.optimizer and engine.optimizer is not None:
+        groups = engine.optimizer.param_groups
+        for group, rate in zip(groups, common["features"].get("dynamic_batching", {}).get("rates", ()), strict=False):
+            group["lr"] = rate
+        rates = [group["lr"] for group in groups]
+    if wanted.counters and "dynamic_batching" in engine.kept:
+        engine.kept["dynamic_batching"].resume(rates)
 
 
 def _known_options(optimizer: ShardedOptimizer, source: Source) -> list[dict[str, Any]]:

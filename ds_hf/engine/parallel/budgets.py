@@ -6,11 +6,12 @@ Packs are made once, the same on every process; each takes its own of each batch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ds_hf.config.types import Config
@@ -18,10 +19,14 @@ from ds_hf.data.batching import VariableBatchSizeLR, batch_by_seqlens
 from ds_hf.data.index_files import MMapIndexedDataset, read_numbers
 from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.events import Observer
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import warn_once
 
-__all__ = ["BudgetLoader", "budget_loader", "follow_sizes", "lengths_of", "packs_of"]
+__all__ = ["BATCHES", "BatchRates", "BudgetLoader", "attach", "budget_loader", "follow_sizes", "lengths_of", "packs_of"]
 
+BATCHES = "dynamic_batching"  # among what an engine keeps
 _POINTER = "/data_efficiency/data_sampling/dynamic_batching"
 
 
@@ -47,12 +52,14 @@ class BudgetLoader(DataLoader[Any]):
         self.packs, self.batch_sizes = packs, list(batch_sizes)
         self.processes, self.micro = processes, micro
         self.epoch = self._taken = 0
+        self._loaded: dict[str, int] | None = None  # the state, until a batch is taken
         # An own generator: torch would otherwise draw the workers' seed from the global one, and change the run.
         super().__init__(dataset, batch_sampler=_Rest(self), generator=torch.Generator(), **options)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
             self._taken += 1
+            self._loaded = None
             yield batch
         self.epoch, self._taken = self.epoch + 1, 0
 
@@ -62,13 +69,37 @@ class BudgetLoader(DataLoader[Any]):
             self.epoch, self._taken = self.epoch + 1, 0
         return self.packs[self._taken :]
 
+    @property
+    def _steps(self) -> int:
+        """Micro-batches of this rank in a batch."""
+        return len(self.packs) // len(self.batch_sizes)
+
+    @property
+    def next_batch(self) -> int:
+        """Batches that were taken, or passed over, in all epochs."""
+        return self.epoch * len(self.batch_sizes) + self._taken // self._steps
+
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the packs of it that all ranks together have taken."""
-        return {"epoch": self.epoch, "samples": self._taken * self.processes * self.micro, "seed": 0}
+        """The epoch, the packs of it that all ranks together have taken, and how many a batch has."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        size = self.processes * self.micro
+        return {"epoch": self.epoch, "samples": self._taken * size, "seed": 0, "packs": self._steps * size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next ``iter()`` continue where ``state`` was taken."""
+        """Let the next ``iter()`` continue where ``state`` was taken; with batches of another size at the next of
+        them that is whole."""
+        train = self._steps * self.processes * self.micro
         self.epoch, self._taken = state["epoch"], state["samples"] // (self.processes * self.micro)
+        if state["packs"] != train:
+            batch = -(-state["samples"] // train)
+            self._taken = batch * self._steps
+            warn_once(
+                f"the checkpoint was written with batches of {state['packs']} packs, and they have {train} now: the "
+                f"epoch goes on with batch {batch} of {len(self.batch_sizes)}, {batch * train - state['samples']} "
+                "packs further on"
+            )
+        self._loaded = dict(state)
 
 
 class _Rest:
@@ -173,6 +204,41 @@ def budget_loader(
     )
 
 
+class BatchRates:
+    """Rates that follow the sizes of batches, as an engine keeps them.
+
+    Attributes:
+        follower: the schedule that scales them; ``None`` where ``lr_scaling_method`` is "none".
+    """
+
+    def __init__(self, engine: Any, loader: Any) -> None:
+        self.engine, self.loader = engine, loader
+        self.follower: VariableBatchSizeLR | None = None
+        self._passed = 0  # batches that were taken without a step, when a run resumed with others
+
+    def position(self) -> int:
+        """Which batch comes next."""
+        return int(self.engine.global_steps) + self._passed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rates without the size of a batch, which a run with other batches begins with."""
+        return {} if self.follower is None else {"rates": self.follower.unscaled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """All follows from what is loaded besides: see ``resume``."""
+
+    def resume(self, rates: Sequence[float] | None) -> None:
+        """A checkpoint has been loaded, and the batch that comes next may be another than when it was written.
+
+        Args:
+            rates: that were restored, without the size of a batch.
+        """
+        if self.loader is self.engine.training_dataloader:
+            self._passed = self.loader.next_batch - self.engine.global_steps
+        if self.follower is not None:
+            self.follower.resume(rates)
+
+
 def follow_sizes(engine: Any, loader: Any, scheduler: Any = None) -> Any:
     """A schedule that scales the rates of ``scheduler``, by default the engine's own, by the sizes of batches.
 
@@ -183,6 +249,7 @@ def follow_sizes(engine: Any, loader: Any, scheduler: Any = None) -> Any:
         ConfigError: the schedule follows a metric.
     """
     section, given = engine.settings.data_efficiency.data_sampling.dynamic_batching, scheduler or engine.lr_scheduler
+    engine.kept[BATCHES] = rates = BatchRates(engine, loader)
     if section.lr_scaling_method == "none":
         return given
     follower = VariableBatchSizeLR(
@@ -192,8 +259,36 @@ def follow_sizes(engine: Any, loader: Any, scheduler: Any = None) -> Any:
         loader,
         section.lr_scaling_method,
         verbose=section.verbose and engine.mesh.world.rank == 0,
-        position=lambda: engine.global_steps,
+        position=rates.position,
     )
+    rates.follower = follower
     ahead = scheduler is not None  # the loop steps it when it has logged the rates of this step
     engine.step_hooks.append(lambda _: follower.rescale(ahead=ahead))  # also after a step that was skipped
     return follower
+
+
+class _Watch(Observer):
+    """Tells, when the model is first trained, if nothing makes the batches that the configuration asks for."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.handle = engine.module.register_forward_pre_hook(Hook(self.look))
+
+    def look(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self.close()
+        if BATCHES not in self.engine.kept:
+            warn_once(
+                "dynamic_batching has no effect: nothing makes its batches. Give initialize() the training_data, and "
+                "take the loader that it returns; or give accelerator.prepare() the DataLoader that shuffles"
+            )
+
+    def close(self) -> None:
+        self.handle.remove()
+
+
+def attach(engine: Any) -> None:
+    """Look at the first batch, if it should be one of packs."""
+    if engine.settings.data_efficiency.batches_by_tokens:
+        engine.events.add(_Watch(engine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,22 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def by_hand() -> list[float]:
-    """The rate of each step, and a number of the weights in the end."""
-    packs, sizes, _ = batch_by_seqlens(LENGTHS, BUDGET, effective_batch_size=BATCH)
+def by_hand(changed: int = STEPS, later: int = BATCH) -> list[float]:
+    """The rate of each step, and a number of the weights in the end; from step ``changed`` on a batch has ``later``
+    packs, and the epoch goes on with the next of them that is whole."""
     model, data = net(), Numbers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for step in range(STEPS):
-        number = step % len(sizes)
-        optimizer.param_groups[0]["lr"] = 0.01 * sizes[number] / BATCH
+        train = BATCH if step < changed else later
+        packs, sizes, _ = batch_by_seqlens(LENGTHS, BUDGET, effective_batch_size=train)
+        if step <= changed:
+            before = len(batch_by_seqlens(LENGTHS, BUDGET, effective_batch_size=BATCH)[1])
+            number = step % before if step < changed else -(-(step % before * BATCH) // later) % len(sizes)
+        optimizer.param_groups[0]["lr"] = 0.01 * sizes[number] / train
         found.append(optimizer.param_groups[0]["lr"])
-        group = packs[number * BATCH :][:BATCH]
+        group = packs[number * train :][:train]
+        number = (number + 1) % len(sizes)
         losses = [model(torch.stack([data[sample] for sample in samples])).square().mean() for _, samples in group]
         optimizer.zero_grad()
         torch.stack(losses).mean().backward()
@@ -104,12 +110,94 @@ def test_two_processes_take_as_many_batches_and_scale_the_rate(tmp_path: Path) -
             assert numbers == pytest.approx(wanted, rel=1e-5)
 
 
+def steps_of(loader: Any, engine: Any, count: int) -> list[float]:
+    """Train; the rate of each step."""
+    found, batches = [], iter(loader)
+    for _ in range(count):
+        found.append(engine.get_lr()[0])
+        for _ in range(engine.gradient_accumulation_steps()):
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(loader)
+                batch = next(batches)
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+    return found
+
+
+def goes_on(folder: str) -> dict[Any, list[float]]:
+    """From the fifth step on with batches of another size."""
+    result = {}
+    for first, packs in ((0, BATCH), (5, 2), (5, 3), (5, BATCH)):
+        given = {**settings(folder, 1), "train_batch_size": packs}
+        engine, _, loader, _ = initialize(model=net(), config=given, training_data=Numbers())
+        if first:
+            engine.load_checkpoint(folder, tag="other")
+            rates = steps_of(loader, engine, STEPS - first)
+            result[packs] = [*rates, sum(float(param.detach().abs().sum()) for param in engine.module.parameters())]
+        else:
+            steps_of(loader, engine, 5)
+            engine.save_checkpoint(folder, tag="other")
+        engine.destroy()
+    return result
+
+
+def test_a_run_goes_on_with_batches_of_another_size(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
+    (found,) = run_distributed(goes_on, 1, str(tmp_path), timeout=30)
+    for packs, numbers in found.items():
+        wanted = by_hand(5, packs)
+        assert len(set(wanted)) > 3
+        assert numbers == pytest.approx(wanted[5:], rel=1e-5), packs
+
+
+def switched(folder: str) -> dict[str, list[float]]:
+    """Rates of six steps, in units of that of the file, then of two more with budgets switched on or off."""
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.01, "total_num_steps": 9}}
+    result = {}
+    for scheduled in (False, True):
+        for tag, budgets, load in (("on", True, None), ("off", False, None), ("on", False, "on"), ("off", True, "off")):
+            given = settings(folder, 0)
+            if not budgets:
+                del given["data_efficiency"]
+            if scheduled:
+                given["scheduler"] = schedule
+            engine, _, loader, _ = initialize(model=net(), config=given, training_data=Numbers())
+            if load:
+                engine.load_checkpoint(folder, tag=load)
+            rates = steps_of(loader, engine, 2 if load else 6)
+            result[f"{tag}{' and changed' if load else ''}{' by schedule' if scheduled else ''}"] = [
+                rate / 0.01 for rate in rates
+            ]
+            if not load:
+                engine.save_checkpoint(folder, tag=tag)
+            engine.destroy()
+    return result
+
+
+def test_budgets_are_switched_on_and_off_between_runs(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
+    (found,) = run_distributed(switched, 1, str(tmp_path), timeout=30)
+    sizes = batch_by_seqlens(LENGTHS, BUDGET, effective_batch_size=BATCH)[1]
+    assert found["on and changed"] == pytest.approx([1, 1])
+    assert found["off and changed"] == pytest.approx([size / BATCH for size in sizes[:2]])  # the epoch begins anew
+    plain = found["off by schedule"][-1]
+    assert found["on and changed by schedule"] == pytest.approx([plain - 1 / 7, plain - 2 / 7])
+    wanted = [(plain - (step + 1) / 7) * sizes[step] / BATCH for step in range(2)]
+    assert found["off and changed by schedule"] == pytest.approx(wanted)
+
+
 def one_process(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, changes in (("missing", {"metrics_path": None}), ("short", {"metrics_path": f"{folder}/short.npy"})):
         with pytest.raises(ConfigError) as caught:
             initialize(model=net(), config=settings(folder, 0, **changes), training_data=Numbers())
         found[name] = str(caught.value)
+    engine, *_ = initialize(model=net(), config=settings(folder, 0))
+    logging.getLogger("ds_hf").addHandler(lines := logging.handlers.BufferingHandler(9))
+    engine(torch.zeros(1, 2))
+    found["untaken"] = [line.getMessage() for line in lines.buffer]
+    engine.destroy()
     engine, *_ = initialize(model=net(), config=settings(folder, 0, lr_scaling_method="none"))
     loader, schedule, _ = make(Numbers(), engine, batch_seqlens_fn=lambda rows: [int(row[1] * 20) for row in rows])
     packs, *_ = batch_by_seqlens(LENGTHS, BUDGET, effective_batch_size=BATCH)
@@ -128,3 +216,4 @@ def test_lengths_that_do_not_fit_and_a_loader_of_a_script(tmp_path: Path) -> Non
     assert found["batches"]
     assert found["length"]
     assert found["rate"] is None
+    assert ["nothing makes its batches" in line for line in found["untaken"]] == [True]
