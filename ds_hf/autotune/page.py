@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["code", "facts", "notice", "page", "section", "side_by_side", "table"]
+__all__ = ["code", "facts", "give_way", "notice", "page", "section", "side_by_side", "table"]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --dim: #5b6773; --paper: #fff; --soft: #f2f4f7; --line: #d8dee4;
@@ -24,10 +24,10 @@ STYLE = """
   --new: #17301f; --shade: #000a; } .chart, .chip { filter: brightness(1.15); } }
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
-  color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.15rem; font-weight: 600; color: var(--dim); margin: 0; overflow-wrap: anywhere; }
+  color: var(--ink); background: var(--paper); overflow-wrap: break-word; }
+h1 { font-size: 1.15rem; font-weight: 600; color: var(--dim); margin: 0; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-.headline { font-size: 1.7rem; line-height: 1.25; font-weight: 650; margin: .3rem 0 .4rem; overflow-wrap: anywhere; }
+.headline { font-size: 1.7rem; line-height: 1.25; font-weight: 650; margin: .3rem 0 .4rem; }
 .dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
 /* A shade at the edge behind which there is more: paper that moves along covers it at the ends. */
 .wide { overflow-x: auto; background: linear-gradient(to right, var(--paper) 40%, transparent) 0 0 / 3rem 100% local,
@@ -38,9 +38,9 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
   border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--dim); }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } th.n { text-align: right; }
 tr.best td { background: var(--good-soft); }
-.word { white-space: nowrap; }
-code { background: var(--soft); padding: .1rem .3rem; border-radius: 3px; overflow-wrap: anywhere; }
-pre { background: var(--soft); padding: .7rem; border-radius: 5px; white-space: pre-wrap; overflow-wrap: anywhere;
+.word { display: inline-block; max-width: 100%; white-space: nowrap; } .word wbr { white-space: normal; }
+code { background: var(--soft); padding: .1rem .3rem; border-radius: 3px; }
+pre { background: var(--soft); padding: .7rem; border-radius: 5px; white-space: pre-wrap;
   margin: 0; font-size: .87rem; }
 .copied { position: relative; margin: .4rem 0; } .copied pre { padding-right: 4.6rem; }
 button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size: .8rem; padding: .1rem .6rem;
@@ -55,13 +55,21 @@ button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size:
 .chart .grid { stroke: var(--line); fill: none; }
 .pair { display: grid; grid-template-columns: repeat(2, minmax(17rem, 1fr)); gap: 0;
   font: .85rem/1.45 ui-monospace, monospace; background: var(--soft); border-radius: 5px; overflow-x: auto; }
-.pair > div { padding: 0 .7rem; white-space: pre-wrap; overflow-wrap: anywhere; min-height: 1.45em; }
+.pair > div { padding: 0 .7rem; white-space: pre-wrap; min-height: 1.45em; }
 .pair > div.head { font: 600 .87rem system-ui, sans-serif; color: var(--dim); padding: .4rem .7rem; }
 .pair .old { background: var(--old); } .pair .new { background: var(--new); }
 details > summary { cursor: pointer; color: var(--dim); margin: .6rem 0; }
-@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } .pair .again { display: none; }
- body { margin: 1rem auto; } .headline { font-size: 1.35rem; }
-  th, td { padding: .3rem .4rem; } }
+@media (min-width: 641px) { td:first-child wbr.inner { display: none; } }
+/* A table of words falls apart into a card a row; one of figures scrolls, its first column staying. */
+@media (max-width: 640px) { .pair { grid-template-columns: minmax(0, 1fr); } .pair .again { display: none; }
+  body { margin: 1rem auto; } .headline { font-size: 1.35rem; } .facts { gap: .8rem 1.4rem; }
+  .wide > .chart { min-width: 760px; } .copied pre { padding: 2.3rem .7rem .7rem; } th, td { padding: .3rem .4rem; }
+  .words, .words tbody, .words tr { display: block; } .words tr:has(th), .words colgroup { display: none; }
+  .words tr { padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  .words td { display: block; border: 0; padding: .1rem .4rem; text-align: left; white-space: normal; }
+  .words td.n { display: inline-block; } .words td:empty { display: none; }
+  .words td[data-label]::before { content: attr(data-label) " "; color: var(--dim); }
+  .figures :is(th, td):first-child { position: sticky; left: 0; background: var(--paper); } }
 @media print { button { display: none; } }
 """
 SCRIPT = """
@@ -94,14 +102,14 @@ def page(title: str, headline: str, body: Sequence[str], *, about: str = "", ton
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
-        f'<h1>{escape(title)}</h1><p class="headline {tone}">{escape(headline)}</p>'
-        f'<p class="dim">{escape(about)}</p>{"".join(body)}<script>{SCRIPT}</script></body></html>\n'
+        f'<h1>{_text(title)}</h1><p class="headline {tone}">{_text(headline)}</p>'
+        f'<p class="dim">{_text(about)}</p>{"".join(body)}<script>{SCRIPT}</script></body></html>\n'
     )
 
 
 def section(title: str, *html: str, text: str = "") -> str:
     """A heading with what follows it; ``text`` explains it in a sentence. Charts and tables scroll by themselves."""
-    explained = f'<p class="dim">{escape(text)}</p>' if text else ""
+    explained = f'<p class="dim">{_text(text)}</p>' if text else ""
     parts = "".join(f'<div class="wide">{each}</div>' if each.startswith("<svg") else each for each in html)
     return f"<h2>{escape(title)}</h2>{explained}{parts}"
 
@@ -114,14 +122,12 @@ def facts(values: Mapping[str, str]) -> str:
 
 def notice(text: str) -> str:
     """Something that a reader must not overlook."""
-    return f'<p class="notice">{escape(text)}</p>'
+    return f'<p class="notice">{_text(text)}</p>'
 
 
 def code(text: str) -> str:
     """Text with a button that copies it."""
-    # Browsers break lines at hyphens: 1e-05 and --option stay in one piece, long paths do not.
-    words = re.sub(r"(?<!\S)(?=\S{1,50}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', escape(text))
-    return f'<div class="copied"><pre>{words}</pre></div>'
+    return f'<div class="copied"><pre>{_text(text)}</pre></div>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), best: int = -1) -> str:
@@ -131,20 +137,37 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequen
         numbers: columns that are aligned to the right. best: row that is marked.
     """
     mark = [' class="n"' if index in numbers else "" for index in range(len(head))]
+    kind = "figures" if len(head) < 3 or 2 * len(numbers) >= len(head) - 1 else "words"
+    label = [f' data-label="{escape(name)}"' if index and kind == "words" else "" for index, name in enumerate(head)]
     top = "".join(f"<th{mark[index]}>{escape(name)}</th>" for index, name in enumerate(head))
     body = "".join(
         f"<tr{' class=best' if index == best else ''}>"
-        + "".join(f"<td{mark[column]}>{_cell(cell)}</td>" for column, cell in enumerate(row))
+        + "".join(f"<td{mark[column]}{label[column]}>{_cell(cell)}</td>" for column, cell in enumerate(row))
         + "</tr>"
         for index, row in enumerate(rows)
     )
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    return f'<div class="wide"><table class="{kind}"><tr>{top}</tr>{body}</table></div>'
 
 
 def _cell(text: str) -> str:
     if len(text) > 2 and text[0] == text[-1] == "`":
-        return f"<code>{escape(text[1:-1]).replace('.', '.<wbr>')}</code>"  # a long key gives way between its parts
-    return escape(text)
+        return f"<code>{_text(text[1:-1])}</code>"
+    return _text(text)
+
+
+def _text(text: str) -> str:
+    return give_way(escape(text))
+
+
+def give_way(html: str) -> str:
+    """Text of a page, escaped, whose long words break between their parts: keys at dots and underscores, paths at
+    slashes. Browsers would break them at hyphens alone: 1e-05 and --option stay in one piece."""
+    words = re.sub(r"(?<!\S)(?=\S{1,50}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', html)
+    return re.sub(r"(?<=\w)(?:(_+|/|=|\|)|[.,:](?=[^\W\d]))(?=\w)", _seam, words)
+
+
+def _seam(found: re.Match[str]) -> str:
+    return f'{found[0]}<wbr class="inner">' if found[0][0] == "_" else f"{found[0]}<wbr>"
 
 
 def side_by_side(old: Mapping[str, Any], new: Mapping[str, Any], names: tuple[str, str] = ("yours", "tuned")) -> str:
@@ -164,4 +187,4 @@ def side_by_side(old: Mapping[str, Any], new: Mapping[str, Any], names: tuple[st
 def _line(lines: Sequence[str], index: int, mark: str) -> str:
     if index >= len(lines):
         return '<div class="again"></div>'
-    return f'<div class="{mark}">{escape(lines[index])}</div>'
+    return f'<div class="{mark}">{_text(lines[index])}</div>'

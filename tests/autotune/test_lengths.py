@@ -16,6 +16,8 @@ from ds_hf.autotune.options import Metric
 from ds_hf.autotune.result import Result
 from ds_hf.errors import ConfigError
 from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
+from tests.helpers.browser import faults_of, needs_chromium
+from tests.helpers.pages import without_breaks
 
 Search = Callable[..., Result]
 OWN, STEP = 128, 16
@@ -92,13 +94,25 @@ def test_the_longest_of_all_settings(
     reasons = json.loads((folder / "ds_config.tuned.reasons.json").read_text())
     assert {"--max_length"} <= {change["key"] for change in reasons["changes"]}
     assert max(row["tokens"] for row in reasons["pareto"]) == best
-    report = (folder / "report.html").read_text()
+    report = without_breaks((folder / "report.html").read_text())
     said = f"Sequences of {best:,} tokens fit with {folder}/ds_config.tuned.json, where your file holds {own.length:,}"
     assert f"{said}: confirmed" in report
     assert "The longest sequences" in report
     assert "Time against length" in report
     assert "the model was made for 1,024" in (folder / "summary.txt").read_text()
     assert len(world.launched) < 8  # by the memory model, not by trying each
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_the_report_in_a_browser(
+    search: Search, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(TracedAhead, "on_event")
+    world = Telling(memory=1_000 * MIB)
+    words += ["--max_length", "256"]
+    search(world, metric=Metric.LENGTH, memory_limit=world.memory, patience=16)
+    assert faults_of(tmp_path / "results" / "report.html", "autotune-lengths") == []
 
 
 def test_what_was_measured_is_not_for_other_searches(search: Search, words: list[str]) -> None:

@@ -23,6 +23,13 @@ def test_table_marks_code_and_the_best_row() -> None:
     assert '<td class="n">`</td>' in text
 
 
+def test_long_words_give_way_between_their_parts_and_figures_do_not() -> None:
+    text = table(["key", "why", "to free it"], [["`zero_optimization.stage`", "1.5 ms at 0.2", "--tune a.b"]])
+    assert '<td><code>zero_<wbr class="inner">optimization.<wbr>stage</code></td>' in text
+    assert '<td data-label="why">1.5 ms at 0.2</td>' in text
+    assert '<td data-label="to free it"><span class="word">--tune</span> a.<wbr>b</td>' in text
+
+
 def test_short_words_are_not_broken_at_hyphens() -> None:
     text = code(f"x --lr 1e-05 {'a-' * 40}b")
     assert re.findall(r'<span class="word">(.*?)</span>', text) == ["--lr", "1e-05"]

@@ -19,6 +19,7 @@ from ds_hf.autotune.trial import Point
 from ds_hf.config import load_config
 from ds_hf.errors import ConfigError, DsHfError
 from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
+from tests.helpers.browser import faults_of, needs_chromium
 
 Search = Callable[..., Result]
 SLOW = pytest.mark.slow
@@ -322,6 +323,17 @@ def test_the_learning_rates_curves_are_in_the_report(
     for title in ("Learning rate", "How to use it", "Range test", "Confirming runs"):
         assert f"<h2>{title}</h2>" in report
     assert len(report) < 1_500_000
+
+
+@needs_chromium
+@SLOW
+def test_the_report_in_a_browser(search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a search that varied keys, kept others, and found a learning rate."""
+    from tests.autotune.lr.test_report import searched
+
+    monkeypatch.setattr("ds_hf.autotune.run.find", lambda *_: searched())
+    search(World(memory=900 * MIB), lr=True)
+    assert faults_of(tmp_path / "results" / "report.html", "autotune") == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md, made from the tests: one row a ``feature`` mark, with where its tests passed.
+"""The tables of docs/compatibility.md, made from the tests: one row a ``feature`` mark, with where its tests passed.
 
     pytest tests/compat --write-table                  # the table, from the tests there are
     pytest tests/compat --record "1 x H200"            # also note which passed on this machine
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,19 +55,15 @@ test_name.__test__ = False  # type: ignore[attr-defined]
 
 
 def render(table: list[Row], records: dict[str, dict[str, str]]) -> str:
-    """The table in Markdown; a cell of a machine says whether all tests of the row passed there."""
-    head = ["", "feature", "pain", "2 x CPU", *records, "tests"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    area = None
-    for row in table:
-        cells = [_cell([results.get(test) for test in row.tests]) for results in records.values()]
-        tests = ", ".join(f"`{test}`" for test in row.tests)
-        lines.append(
-            "| "
-            + " | ".join([row.area if row.area != area else "", row.feature, row.pain, "yes", *cells, tests])
-            + " |"
-        )
-        area = row.area
+    """The tables in Markdown, one an area; a cell of a machine says whether all tests of the row passed there."""
+    head = ["feature", "pain", "2 x CPU", *records, "tests"]
+    lines: list[str] = []
+    for area, inside in groupby(table, key=lambda row: row.area):
+        lines += [f"\n### {area}\n", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for row in inside:
+            cells = [_cell([results.get(test) for test in row.tests]) for results in records.values()]
+            tests = ", ".join(f"`{test}`" for test in row.tests)
+            lines.append("| " + " | ".join([row.feature, row.pain, "yes", *cells, tests]) + " |")
     return "\n".join(lines)
 
 

@@ -78,11 +78,14 @@ def _advice(advice: Sequence[Advice]) -> str:
         note = f'<br><span class="dim">{escape(each.note)}</span>' if each.note else ""
         arguments = code(" ".join(each.arguments)) if each.arguments else ""
         config = code(",\n".join(f'"{key}": {json.dumps(value)}' for key, value in each.config.items()))
-        rows.append(f"<tr><td>{escape(each.name)}{note}</td><td>{arguments}</td><td>{config}</td></tr>")
+        rows.append(
+            f'<tr><td>{escape(each.name)}{note}</td><td data-label="arguments of the Trainer">{arguments}</td>'
+            f'<td data-label="keys of the DeepSpeed file">{config}</td></tr>'
+        )
     widths = "".join(f'<col style="width: {share}%">' for share in (21, 30, 49))
     head = "<tr><th>schedule</th><th>arguments of the Trainer</th><th>keys of the DeepSpeed file</th></tr>"
     inner = f"<colgroup>{widths}</colgroup>{head}{''.join(rows)}"
-    return f'<div class="wide"><table style="min-width: 620px">{inner}</table></div>'
+    return f'<div class="wide"><table class="words">{inner}</table></div>'
 
 
 def _range_test(result: LrResult) -> str:

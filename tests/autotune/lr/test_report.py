@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from ds_hf.autotune.lr import closing_line, report
 from ds_hf.autotune.lr.report import fitted
 from ds_hf.lr import Decision, Landmarks, LrResult, PlannedRun, RunResult
 from tests.autotune.lr.test_figure import result
+from tests.helpers.browser import faults_of, needs_chromium
+from tests.helpers.pages import without_breaks
 
 
 def searched() -> LrResult:
@@ -34,7 +37,7 @@ class _Tags(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in ("meta", "br", "col"):
+        if tag not in ("meta", "br", "wbr", "col"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
@@ -49,6 +52,7 @@ def test_the_page_says_what_why_and_how() -> None:
     tags = _Tags()
     tags.feed(text)
     assert tags.open == []
+    text = without_breaks(text)
     assert '<p class="headline warn">Train with a learning rate of 0.02 for 200 updates</p>' in text
     assert "Of runs of 100 updates &lt;it&gt; was best." in text
     assert "a shorter search: too few batches" in text
@@ -63,6 +67,17 @@ def test_the_page_says_what_why_and_how() -> None:
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
+@needs_chromium
+@pytest.mark.slow
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    command = (
+        "/home/someone/experiments/train_instructions.py --per_device_train_batch_size 4 --deepspeed ds_config.json"
+    )
+    page = tmp_path / "lr_report.html"
+    page.write_text(report(searched(), command.split()), "utf-8")
+    assert faults_of(page, "lr-find") == []
+
+
 def test_the_fit_is_the_one_that_chose() -> None:
     fit = fitted(searched())
     assert fit is not None
@@ -75,7 +90,7 @@ def test_the_fit_is_the_one_that_chose() -> None:
 
 
 def test_a_range_test_alone_has_one_chart() -> None:
-    text = report(result(runs=(), total_steps=None))
+    text = without_breaks(report(result(runs=(), total_steps=None)))
     assert text.count("<svg") == 1
     assert "With --total-steps N" in text
 
