@@ -30,7 +30,7 @@ from ds_hf.engine.comm.process_group import get_local_rank
 from ds_hf.engine.engine import Gives
 from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
 from ds_hf.engine.observe.progress import EngineSummary, summary_of
-from ds_hf.engine.parallel.data import build_dataloader
+from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
 from ds_hf.engine.parallel.sampling import SampledLoader, sampled_loader
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.zero.buffer import unshard
@@ -250,8 +250,8 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         if data_sampler is not None:
             return self._sampled(dataset, batch_size, data_sampler, collate_fn, num_local_io_workers or 0, pin_memory)
         if route == "train" and self.settings.data_efficiency.samples_by_metrics:
-            return sampled_loader(self.settings, self.mesh, self.batch, dataset, collate_fn)
-        return build_dataloader(
+            return dealt_to_data(sampled_loader(self.settings, self.mesh, self.batch, dataset, collate_fn), self.mesh)
+        loader = build_dataloader(
             dataset,
             batch_size or self.batch.micro,
             collate_fn,
@@ -261,6 +261,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
             num_local_io_workers or 0,
             pin_memory,
         )
+        return dealt_to_data(loader, self.mesh)
 
     def _sampled(
         self, dataset: Any, batch_size: int | None, sampler: Any, collate_fn: Any, workers: int, pin_memory: bool

@@ -37,7 +37,7 @@ from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.schedules.build import build_scheduler
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.parallel.data import build_dataloader
+from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
 from ds_hf.engine.parallel.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parallel.tensor.divide import divide
@@ -133,7 +133,8 @@ def build_engine(
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
-            engine.training_dataloader = _loader_of(engine, training_data, collate_fn, trains=inner is not None)
+            made = _loader_of(engine, training_data, collate_fn, trains=inner is not None)
+            engine.training_dataloader = dealt_to_data(made, mesh)
         attach_features(engine)
         record(engine)
         return engine

@@ -2,7 +2,7 @@
 
 Every process of a sequence has a loader with batches of its own. From one batch of each come as many micro-batches as
 there are processes: all share the first one's batch, then the second one's. Each process gets its part of all batches
-in one all-to-all.
+in one all-to-all. The loaders of an engine that divides sequences give all of them the same batch: it is shared once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ class UlyssesSPDataLoaderAdapter:
         self._state: Any = None  # of the wrapped loader, before the batches that are being handed out
 
     def __len__(self) -> int:
-        return len(self.dl) * self.sp_world_size
+        return len(self.dl) * (1 if self._same else self.sp_world_size)
+
+    @property
+    def _same(self) -> bool:
+        """Whether all processes have one batch: an engine's own loader deals samples to data-parallel processes."""
+        return bool(getattr(self.dl, "same_in_sequence", False))
 
     def __getattr__(self, name: str) -> Any:
         if name == "dl":  # before __init__, when it is copied
@@ -100,7 +105,7 @@ class UlyssesSPDataLoaderAdapter:
         if found is None:
             self.iter = None
             raise StopIteration
-        self.micro_batches.extend(found)
+        self.micro_batches.extend(found[:1] if self._same else found)
 
     def skipping(self, micro_batches: int, loader: Any) -> UlyssesSPDataLoaderAdapter:
         """This adapter around ``loader``, which leaves out whole batches, without as many micro-batches of the next."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["RepeatingLoader", "ShardedLoader", "build_dataloader"]
+from ds_hf.engine.comm.mesh import Mesh
+
+__all__ = ["RepeatingLoader", "ShardedLoader", "build_dataloader", "dealt_to_data"]
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
 class RepeatingLoader:
@@ -23,6 +27,7 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
+        self.same_in_sequence = getattr(loader, "same_in_sequence", False)  # see ``dealt_to_data``
         self.data_iter = iter(loader)
 
     def __iter__(self) -> RepeatingLoader:
@@ -195,3 +200,10 @@ class _RankShard(IterableDataset[Any]):
         inner = getattr(self.stream, "set_epoch", None)
         if inner is not None:
             inner(epoch)
+
+
+def dealt_to_data(loader: Loader, mesh: Mesh) -> Loader:
+    """``loader``, which gives processes that share samples the same batches; where they divide sequences it says so
+    (``same_in_sequence``), as what divides them expects other batches of each."""
+    loader.same_in_sequence = mesh.shape.sequence > 1
+    return loader

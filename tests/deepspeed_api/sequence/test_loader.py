@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ds_hf import initialize
 from ds_hf.deepspeed_api.sequence.loader import UlyssesSPDataLoaderAdapter
+from tests.compat.trainer_code import tiny_llama
 from tests.helpers.distributed import run_distributed
 
 Batch = dict[str, Any]
@@ -189,3 +191,31 @@ def uneven_ends() -> int:
 
 def test_the_shortest_loader_ends_the_pass() -> None:
     assert run_distributed(uneven_ends, 2) == [2, 2]
+
+
+def of_an_engine() -> list[list[int]]:
+    """What three loaders of an engine hand out, each once: first tokens of parts."""
+    rows = [batch(20 * index)["input_ids"][0] for index in range(3)]
+    model = tiny_llama()
+    given = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2, "zero_optimization": {"stage": 1}}
+    given["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine, _, loader, _ = initialize(model=model, config=given, training_data=rows, collate_fn=collate)
+    found = []
+    for each in (loader, engine.deepspeed_io(rows, collate_fn=collate), engine.deepspeed_io(rows, data_sampler=[2])):
+        each.collate_fn = collate
+        divided = adapter(each)
+        parts = [int(part["input_ids"][0, 0]) for part in divided]
+        assert len(parts) == len(divided)
+        found.append(sorted(parts))
+    engine.destroy()
+    return found
+
+
+def collate(rows: list[Tensor]) -> Batch:
+    return {"input_ids": torch.stack(rows), "labels": torch.stack(rows)}
+
+
+def test_the_loaders_of_an_engine_are_divided_once() -> None:
+    first, second = run_distributed(of_an_engine, 2, timeout=30)
+    assert first == [[0, 20, 40], [0, 20, 40], [40, 40]]  # a sampler of the script's own is of each process
+    assert second == [[3, 23, 43], [3, 23, 43], [43, 43]]
