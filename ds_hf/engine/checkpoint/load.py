@@ -415,8 +415,11 @@ def _follow_batches(engine: Checkpointable, common: dict[str, Any], wanted: _Wan
     another may come, or batches may have one size. This is after what was restored has been compared."""
     rates = None
     if wanted.optimizer and engine.optimizer is not None:
-        groups = engine.optimizer.param_groups
-        for group, rate in zip(groups, common["features"].get("dynamic_batching", {}).get("rates", ()), strict=False):
+        groups, schedule = engine.optimizer.param_groups, common["lr_scheduler"]
+        saved = common["features"].get("dynamic_batching", {}).get("rates")
+        if saved is None and isinstance(schedule, dict):  # of a run before these were kept beside it
+            saved = schedule.get("unscaled")
+        for group, rate in zip(groups, saved or (), strict=False):
             group["lr"] = rate
         rates = [group["lr"] for group in groups]
     if wanted.counters and "dynamic_batching" in engine.kept:
