@@ -82,9 +82,7 @@ Budget = Annotated[
 Longest = Annotated[bool, typer.Option("--longest", help="Say the longest sequence that fits, too.")]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(
-        "--device-memory", help=f"Memory of one GPU; by default that of this machine, else {_DEFAULT_MEMORY}."
-    ),
+    typer.Option("--device-memory", "--gpu-memory", help=f"Memory of a GPU: this machine's, or {_DEFAULT_MEMORY}."),
 ]
 HostMemory = Annotated[
     str | None, typer.Option("--host-memory", help="Memory of one host; by default that of this machine.")

@@ -26,7 +26,7 @@ def test_only_existing_files_are_named() -> None:
     words = [word for line in commands(TUTORIAL) for word in line.split()]
     assert "examples/train_lm.py" in words
     assert all((ROOT / word).is_file() for word in words if word.startswith("examples/"))
-    assert commands(TUTORIAL)[0] == "pip install ."
+    assert commands(TUTORIAL)[0] == 'pip install ".[all]"'
 
 
 @pytest.mark.slow
