@@ -69,7 +69,7 @@ details > summary { cursor: pointer; color: var(--dim); margin: .6rem 0; }
   .words td { display: block; border: 0; padding: .1rem .4rem; text-align: left; white-space: normal; }
   .words td.n { display: inline-block; } .words td:empty { display: none; }
   .words td[data-label]::before { content: attr(data-label) " "; color: var(--dim); }
-  .figures :is(th, td):first-child { position: sticky; left: 0; background: var(--paper); } }
+  tr > :first-child { position: sticky; left: 0; } tr:not(.best) > :first-child { background: var(--paper); } }
 @media print { button { display: none; } }
 """
 SCRIPT = """
