@@ -133,8 +133,7 @@ def build_engine(
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
-            made = _loader_of(engine, training_data, collate_fn, trains=inner is not None)
-            engine.training_dataloader = dealt_to_data(made, mesh)
+            engine.training_dataloader = _loader_of(engine, training_data, collate_fn, trains=inner is not None)
         attach_features(engine)
         record(engine)
         return engine
@@ -145,23 +144,24 @@ def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], 
     if engine.settings.data_efficiency.batches_by_tokens:
         from ds_hf.engine.parallel.budgets import budget_loader, follow_sizes
 
-        loader = budget_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
+        loader: Any = budget_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
         if trains:
             engine.lr_scheduler = follow_sizes(engine, loader)
-        return loader
-    if engine.settings.data_efficiency.samples_by_metrics:
+    elif engine.settings.data_efficiency.samples_by_metrics:
         from ds_hf.engine.parallel.sampling import sampled_loader
 
-        return sampled_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
-    return build_dataloader(
-        data,
-        batch_size=engine.batch.micro,
-        collate_fn=collate_fn,
-        drop_last=engine.settings.dataloader_drop_last,
-        rank=engine.mesh.sample_rank,
-        world_size=engine.mesh.shape.data,
-        shuffles=not isinstance(engine.module, StageModule),  # as in DeepSpeed, whose pipelines read data in order
-    )
+        loader = sampled_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
+    else:
+        loader = build_dataloader(
+            data,
+            batch_size=engine.batch.micro,
+            collate_fn=collate_fn,
+            drop_last=engine.settings.dataloader_drop_last,
+            rank=engine.mesh.sample_rank,
+            world_size=engine.mesh.shape.data,
+            shuffles=not isinstance(engine.module, StageModule),  # as in DeepSpeed, whose pipelines read data in order
+        )
+    return dealt_to_data(loader, engine.mesh)
 
 
 def _shares_of_heads(mesh: Mesh) -> dict[str, tuple[int, int]]:
