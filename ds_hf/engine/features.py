@@ -94,6 +94,11 @@ FEATURES = (
         "parallel.tensor.same_batch:attach",
     ),
     Feature(
+        "whole parameters that compute with a part of the activations",
+        lambda e: e.mesh.shape.tensor > 1 and not e.mesh.is_given and e.optimizer is not None,
+        "parallel.tensor.partial:attach",
+    ),
+    Feature(
         "settings compared over processes",
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
         "parallel.likeness:attach",

@@ -41,6 +41,7 @@ __all__ = [
     "Replicas",
     "divide_over_experts",
     "expert_processes",
+    "is_summed_over_tensor",
     "is_tied_over_stages",
     "replicas_of",
     "sum_over_tensor",
@@ -111,15 +112,21 @@ def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
         inner, outer = (None, None) if tied else parts
         return Replicas(axis, data.world_size // summed, copies, inner, outer, name)
     everyone = mesh.axis("data", "sequence", "tensor")
-    averaged = data.world_size if getattr(param, _SUMMED, False) else everyone.world_size
+    averaged = data.world_size if is_summed_over_tensor(param) else everyone.world_size
     axis = mesh.spanning(stages, "data", "sequence", "tensor") if tied else everyone
     assert axis is not None
     return Replicas(axis, averaged // summed, tied=name)
 
 
-def sum_over_tensor(param: Tensor) -> None:
-    """Mark a whole parameter of which each tensor-parallel process computes a part of the gradient."""
-    setattr(param, _SUMMED, True)
+def sum_over_tensor(param: Tensor, *, parts: bool = True) -> None:
+    """Mark a whole parameter of which each tensor-parallel process computes a part of the gradient; or all of it."""
+    setattr(param, _SUMMED, parts)
+
+
+def is_summed_over_tensor(param: Tensor) -> bool | None:
+    """Whether each tensor-parallel process computes a part of its gradient; ``None`` where no plan says it."""
+    found: bool | None = getattr(param, _SUMMED, None)
+    return found
 
 
 _SUMMED = "_ds_summed_over_tensor"

@@ -126,6 +126,9 @@ def _apply(
     optimizer: Any,
 ) -> None:
     module = division.module
+    if division.style is STYLES["replicate"]:
+        for whole in module.parameters():
+            sum_over_tensor(whole, parts=False)
     for key in division.sums:
         param = module._parameters[key]
         assert param is not None
@@ -238,8 +241,7 @@ def _localise(model: nn.Module, divisions: Sequence[Slicing], axis: Axis) -> Non
     size = axis.world_size
     modules, done = dict(model.named_modules()), set[nn.Module]()
     for division in divisions:
-        gathered = division.style.module is STYLES["colwise_rep"].module
-        if not division.localises or division.style.cuts != "out" or gathered:
+        if not division.localises or division.style.cuts != "out" or division.style.gathers:
             continue
         parent = modules[division.name.removesuffix(".base_layer").rpartition(".")[0]]
         if parent is model or parent in done or isinstance(parent, nn.ModuleList | nn.Sequential):

@@ -1,9 +1,10 @@
-"""What a tensor-parallel model computes between processes: four functions of a tensor, each with its gradient.
+"""What a tensor-parallel model computes between processes: functions of a tensor, each with its gradient.
 
 ==============  =================================  =================================
 function        forward                            backward
 ==============  =================================  =================================
 ``copy_to``     the tensor itself                  the sum over the axis
+``copy_behind`` the tensor itself                  the same of what lies behind a place of its last dimension
 ``reduce_from`` the sum over the axis              the gradient itself
 ``gather_last`` all parts of the last dimension    this process's part
 ``split_last``  this process's part of it          all parts
@@ -26,7 +27,7 @@ from torch.distributed import _functional_collectives as functional
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 
-__all__ = ["Place", "copy_to", "gather_last", "reduce_from", "split_last"]
+__all__ = ["SIDES", "Place", "copy_behind", "copy_to", "gather_last", "reduce_from", "split_last"]
 
 
 class Place:
@@ -72,6 +73,11 @@ def copy_to(x: Tensor, place: Place, *, owns_gradient: bool = False) -> Tensor:
     result = _apply(_Copy, x, place, owns_gradient)
     place.copied[0] = (x, result, owns_gradient)
     return result
+
+
+def copy_behind(x: Tensor, first: int, place: Place) -> Tensor:
+    """``x``, of which cut layers get ``[..., first:]`` as their input, and what follows sees to the rest."""
+    return _apply(_CopyBehind, x, first, place) if x.requires_grad else x
 
 
 def reduce_from(x: Tensor, place: Place, *, in_place: bool = False) -> Tensor:
@@ -141,6 +147,18 @@ class _Copy(torch.autograd.Function):
         return _sum(grad, ctx.place, ctx.place.backward), None, None
 
 
+class _CopyBehind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: int, place: Place) -> Tensor:
+        ctx.first, ctx.place = first, place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        behind = grad[..., ctx.first :].clone(memory_format=torch.contiguous_format)
+        return torch.cat([grad[..., : ctx.first], _sum(behind, ctx.place, ctx.place.backward)], -1), None, None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place, in_place: bool) -> Tensor:
@@ -175,3 +193,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_parts(grad, ctx.place, ctx.place.backward), None
+
+
+# On which side of a function its input is: the same on all processes, or a part of it on each.
+SIDES: dict[type, str] = {_Copy: "whole", _CopyBehind: "whole", _Reduce: "part", _Gather: "part", _Split: "whole"}

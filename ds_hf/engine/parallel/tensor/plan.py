@@ -3,6 +3,7 @@ is cut."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
+from ds_hf.engine.parallel.tensor.partial import unplanned
 from ds_hf.engine.parallel.tensor.rules import POINTER, Rule, Rules, find_rules, sizes_of_shape, suggestion
 from ds_hf.engine.parallel.tensor.styles import FUSED, STYLES, Style, is_transposed
 from ds_hf.engine.zero.buffer import logical_shape
@@ -80,7 +82,7 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         by_vocabulary = [*_by_vocabulary(model, section, size, faults)] if section.vocab_parallel_lm_head else []
         divisions = [each for each in divisions if all(each.module is not other.module for other in by_vocabulary)]
         divisions = by_vocabulary + _without_fused_heads(model, _without_tied(model, divisions))
-        divisions += _learned_activations(model, divisions)
+        divisions += [Slicing(name, child, Style(), sums=own) for name, child, own in unplanned(model, divisions)]
         faults += _odd_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
@@ -276,12 +278,22 @@ def _of_parameters(
             dim = len(shape) - 1 if style.cuts == "in" or bias or len(shape) == 1 else len(shape) - 2
             if bias and style.cuts == "in":
                 continue
-            packed = style.packed if shape[dim] % style.packed == 0 else 1
+            packed = 2 if _is_halved(module, key) else style.packed
+            packed = packed if shape[dim] % packed == 0 else 1
             sizes = (shape[dim] // packed,) * packed
             _check(owner, key, shape, dim, sizes, size, rule, faults)
             division.parts[key] = (dim, sizes)
     if division.parts or division.sums:
         yield division
+
+
+def _is_halved(module: nn.Module, key: str) -> bool:
+    """Whether the first half of a stacked weight is of the gate, which Inkling's plan does not say."""
+    forward = inspect.unwrap(type(module).forward)
+    try:
+        return key == "gate_up_proj" and ".chunk(2" in inspect.getsource(forward)
+    except (OSError, TypeError):  # without a source
+        return False
 
 
 def _by_vocabulary(
@@ -423,24 +435,6 @@ def _replaced_by(module: nn.Module) -> str:
     return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
 
 
-def _learned_activations(model: nn.Module, divisions: Sequence[Slicing]) -> list[Slicing]:
-    """Activations with parameters of their own (xIELU of Apertus, PReLU) beside a layer that is cut by its outputs.
-    They see a part of what it gives, so each process has a part of their gradient; transformers' plans skip them."""
-    modules, known = dict(model.named_modules()), {id(division.module) for division in divisions}
-    found: dict[int, Slicing] = {}
-    for division in divisions:
-        if division.style.cuts != "out" or _gathered(division):
-            continue
-        above = division.name.removesuffix(".base_layer").rpartition(".")[0]
-        for key, child in modules[above].named_children():
-            own = [name for name, param in child._parameters.items() if param is not None]
-            learned = isinstance(child, nn.PReLU) or type(child).__module__ == "transformers.activations"
-            if own and learned and id(child) not in known:
-                name = f"{above}.{key}" if above else key
-                found[id(child)] = Slicing(name, child, Style(), sums=own)
-    return [*found.values()]
-
-
 def _odd_heads(model: nn.Module, divisions: Sequence[Slicing], size: int) -> Iterator[Fault]:
     """Attention whose heads would be cut in the middle, each kind of module once."""
     modules, said = dict(model.named_modules()), set[str]()
@@ -450,11 +444,11 @@ def _odd_heads(model: nn.Module, divisions: Sequence[Slicing], size: int) -> Ite
             continue
         config = getattr(parent, "config", None) or getattr(model, "config", None)
         for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(config, key, None)
-            if isinstance(heads, int) and heads % size and key not in said and not _gathered(division):
+            heads = _heads(config, key)
+            if isinstance(heads, int) and heads % size and key not in said and not division.style.gathers:
                 said.add(key)
                 message = f"{division.name} computes attention of {heads} heads ({key}), which {size} does not divide"
-                both = [getattr(config, k, None) or heads for k in ("num_attention_heads", "num_key_value_heads")]
+                both = [_heads(config, k) or heads for k in ("num_attention_heads", "num_key_value_heads")]
                 fits = [n for n in range(2, math.gcd(*both) + 1) if math.gcd(*both) % n == 0]
                 choice = (
                     f"use a tensor-parallel size of {' or '.join(map(str, fits))}" if fits else "remove autotp_size"
@@ -462,8 +456,12 @@ def _odd_heads(model: nn.Module, divisions: Sequence[Slicing], size: int) -> Ite
                 yield Fault(POINTER, message, choice)
 
 
-def _gathered(division: Slicing) -> bool:
-    return division.style.module is STYLES["colwise_rep"].module
+def _heads(config: Any, key: str) -> int | None:
+    try:
+        found: int | None = getattr(config, key, None)
+    except RuntimeError:  # transformers gives no single number where layers differ
+        return None
+    return found
 
 
 def _is_attention(module: nn.Module) -> bool:

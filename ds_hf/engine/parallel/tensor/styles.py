@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_hf.engine.parallel.tensor.functions import Place, copy_to, gather_last, reduce_from, split_last
+from ds_hf.engine.parallel.tensor.functions import Place, copy_behind, copy_to, gather_last, reduce_from, split_last
+from ds_hf.engine.zero.cut import is_cut
 from ds_hf.errors import DsHfError
 
 __all__ = [
@@ -146,21 +147,27 @@ class ColumnsEmbedding(CutModule):
 
 
 class AllReduced(CutModule):
-    """Its outputs are parts of a sum."""
+    """Its outputs are parts of a sum; layers in it that are cut know their inputs, parameters of its own do not."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if any(param is not None and is_cut(param) for param in self._parameters.values()):
+            args, kwargs = tuple(map(self._copied, args)), {key: self._copied(value) for key, value in kwargs.items()}
         found = super().forward(*args, **kwargs)
         return None if found is None else reduce_from(found, self._ds_place)
 
+    def _copied(self, value: Any) -> Any:
+        is_input = isinstance(value, Tensor) and value.is_floating_point()
+        return copy_to(value, self._ds_place) if is_input else value
 
-class Experts(AllReduced):
+
+class Experts(CutModule):
     """Each process has a part of every expert: of ``(hidden states, indices, routing weights, ...)``, or the first."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         routed = list(args)
         if len(routed) >= 2:
             routed[1] = copy_to(routed[1], self._ds_place)
-        return super().forward(copy_to(hidden, self._ds_place), *routed, **kwargs)
+        return reduce_from(super().forward(copy_to(hidden, self._ds_place), *routed, **kwargs), self._ds_place)
 
 
 class RotaryPart(CutModule):
@@ -170,8 +177,7 @@ class RotaryPart(CutModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
-        passed, rotary = found.split([found.shape[-1] - self._ds_rotary, self._ds_rotary], -1)
-        return torch.cat([passed, copy_to(rotary, self._ds_place)], -1)
+        return copy_behind(found, found.shape[-1] - self._ds_rotary, self._ds_place)
 
 
 class AlibiPart(CutModule):
@@ -204,6 +210,11 @@ class Style:
     packed: int = 1
     sums_gradient: bool = False
     takes_parameter: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what it computes is whole again."""
+        return self.module is ColwiseGathered
 
 
 STYLES = {

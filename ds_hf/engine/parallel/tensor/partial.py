@@ -1,0 +1,141 @@
+"""Whole parameters that compute with a part of the activations: kinds that plans leave out, and all others by the graph
+of the first call.
+
+Between a layer that is cut by its outputs and one that is cut by its inputs each process has other activations. What a
+whole parameter gives there has a part of its gradient on each process, which is the sum of the parts; everywhere else
+each process computes the same, whole gradient. A plan says which is which (``replicated_with_grad_allreduce``), and
+several of transformers' leave norms of queries and keys out: training would follow the mean of the parts, silently.
+
+The walk begins at the first output, which is whole, and changes sides at the four functions of ``functions``. Behind a
+node that hides what it computes (compiled code, other functions written in Python) nothing is concluded until the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from ds_hf.engine.parallel.tensor.functions import SIDES
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.hooks import Hook, tensors_in
+from ds_hf.engine.zero.replicas import is_summed_over_tensor
+from ds_hf.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from ds_hf.engine.parallel.tensor.plan import Slicing
+
+__all__ = ["attach", "sides_of", "unplanned"]
+
+_UNKNOWN = "unknown"
+
+
+def unplanned(model: nn.Module, divisions: Sequence[Slicing]) -> list[tuple[str, nn.Module, list[str]]]:
+    """What has whole parameters and sees a part of what a cut layer gives, so that each process has a part of their
+    gradient, where transformers' plans do not say so: activations with parameters (xIELU of Apertus, PReLU) and norms
+    of each head's queries or keys (Qwen3-VL-MoE, Sarvam) beside a layer that is cut by its outputs, and what is inside
+    of an embedding (Inkling's norm). By name, module and the names of its own parameters."""
+    modules, known = dict(model.named_modules()), {id(division.module) for division in divisions}
+    found: dict[int, tuple[str, nn.Module, list[str]]] = {}
+    for division in divisions:
+        if division.style.cuts == "rows":
+            for key, child in division.module.named_modules():
+                own = [name for name, param in child._parameters.items() if param is not None]
+                if key and own:
+                    found[id(child)] = (f"{division.name}.{key}", child, own)
+        if division.style.cuts != "out" or division.style.gathers:
+            continue
+        above = division.name.removesuffix(".base_layer").rpartition(".")[0]
+        for key, child in modules[above].named_children():
+            own = [name for name, param in child._parameters.items() if param is not None]
+            learned = isinstance(child, nn.PReLU) or type(child).__module__ == "transformers.activations"
+            if own and id(child) not in known and (learned or _is_norm_of_heads(key, child, modules[above], model)):
+                name = f"{above}.{key}" if above else key
+                found[id(child)] = (name, child, own)
+    return [*found.values()]
+
+
+_NORMS_OF_HEADS = re.compile(r"(q|k|query|key)_?(layer)?_?norm")
+
+
+def _is_norm_of_heads(key: str, child: nn.Module, attention: nn.Module, model: nn.Module) -> bool:
+    """One of the whole width would not fit a part of it."""
+    config = getattr(attention, "config", None) or getattr(model, "config", None)
+    width = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
+    shapes = [tuple(logical_shape(param)) for param in child._parameters.values() if param is not None]
+    return _NORMS_OF_HEADS.fullmatch(key) is not None and all(shape == (width,) for shape in shapes)
+
+
+def attach(engine: Any) -> None:
+    """Read the graph of the first call of ``engine`` that has one; what is wrong is raised there, on all processes."""
+    model: nn.Module = engine.module
+
+    def read(module: nn.Module, args: Any, output: Any) -> None:
+        first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+        if first is not None:  # the loss or the logits; a cache of keys behind them is of the heads that are here
+            handle.remove()
+            _check(module, sides_of(first))
+
+    handle = model.register_forward_hook(Hook(read))  # of a copy, which an engine does not train, it is nothing
+
+
+def sides_of(output: Tensor) -> Mapping[int, set[str]]:
+    """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both."""
+    found: dict[int, set[str]] = defaultdict(set)
+    nodes = [(output.grad_fn, "whole")]
+    seen = set(nodes)
+    while nodes:
+        node, side = nodes.pop()
+        assert node is not None
+        if hasattr(node, "variable"):
+            found[id(node.variable)].add(side)
+            continue
+        if isinstance(node, BackwardCFunction):
+            side = SIDES.get(type(node)._forward_cls, _UNKNOWN)
+        for following, _ in node.next_functions:
+            if following is not None and (following, side) not in seen:
+                seen.add((following, side))
+                nodes.append((following, side))
+    return found
+
+
+def _check(model: nn.Module, sides: Mapping[int, set[str]]) -> None:
+    """
+    Raises:
+        ConfigError: the gradient of a parameter would be another than the model's.
+    """
+    faults = []
+    for name, param in model.named_parameters():
+        summed = is_summed_over_tensor(param)
+        if is_cut(param) or not param.requires_grad or summed is False:
+            continue
+        wrong = "whole" if summed else "part"
+        if wrong in sides.get(id(param), ()):
+            faults.append(name)
+    if not faults:
+        return
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise ConfigError(
+        [
+            Fault(
+                "/tensor_parallel",
+                f"{', '.join(faults[:3])}{more} compute with a part of the activations on each process (or the plan "
+                "says so, and they do not): their gradients would be wrong, for how the model is divided leaves out "
+                "what they need",
+                f'add it to the model\'s plan before initialize(): model._tp_plan["{_pattern(faults[0])}"] = '
+                '"replicated_with_grad_allreduce" where it sees a part of the heads or features, "replicate" where it '
+                "does not; or leave the layers around it whole",
+            )
+        ],
+        "tensor parallelism",
+    )
+
+
+def _pattern(name: str) -> str:
+    """The module of a parameter, in all layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split(".")[:-1])
