@@ -15,27 +15,33 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from ds_hf.engine.parallel.tensor.functions import SIDES
+from ds_hf.engine.parallel.tensor.styles import Style
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.hooks import Hook, tensors_in
 from ds_hf.engine.zero.replicas import is_summed_over_tensor
 from ds_hf.errors import ConfigError, Fault
 
-if TYPE_CHECKING:
-    from ds_hf.engine.parallel.tensor.plan import Slicing
-
 __all__ = ["attach", "sides_of", "unplanned"]
 
 _UNKNOWN = "unknown"
 
 
-def unplanned(model: nn.Module, divisions: Sequence[Slicing]) -> list[tuple[str, nn.Module, list[str]]]:
+class _Division(Protocol):
+    """What is looked at of a ``plan.Slicing``."""
+
+    name: str
+    module: nn.Module
+    style: Style
+
+
+def unplanned(model: nn.Module, divisions: Sequence[_Division]) -> list[tuple[str, nn.Module, list[str]]]:
     """What has whole parameters and sees a part of what a cut layer gives, so that each process has a part of their
     gradient, where transformers' plans do not say so: activations with parameters (xIELU of Apertus, PReLU) and norms
     of each head's queries or keys (Qwen3-VL-MoE, Sarvam) beside a layer that is cut by its outputs, and what is inside
