@@ -80,12 +80,14 @@ def _is_norm_of_heads(key: str, child: nn.Module, attention: nn.Module, model: n
 def attach(engine: Any) -> None:
     """Read the graph of the first call of ``engine`` that has one; what is wrong is raised there, on all processes."""
     model: nn.Module = engine.module
+    section = engine.settings.tensor_parallel
+    planned = section.partition_config is None and section.preset_model is None
 
     def read(module: nn.Module, args: Any, output: Any) -> None:
         first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
         if first is not None:  # the loss or the logits; a cache of keys behind them is of the heads that are here
             handle.remove()
-            _check(module, sides_of(first))
+            _check(module, sides_of(first), planned=planned)
 
     handle = model.register_forward_hook(Hook(read))  # of a copy, which an engine does not train, it is nothing
 
@@ -110,8 +112,11 @@ def sides_of(output: Tensor) -> Mapping[int, set[str]]:
     return found
 
 
-def _check(model: nn.Module, sides: Mapping[int, set[str]]) -> None:
+def _check(model: nn.Module, sides: Mapping[int, set[str]], *, planned: bool) -> None:
     """
+    Args:
+        planned: the model says itself how it is divided, and no rules of the file.
+
     Raises:
         ConfigError: the gradient of a parameter would be another than the model's.
     """
@@ -126,22 +131,21 @@ def _check(model: nn.Module, sides: Mapping[int, set[str]]) -> None:
     if not faults:
         return
     more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    every = re.sub(r"(?<=\.)\d+(?=\.)", "*", faults[0])
+    fix = "leave the layers around it whole"
+    if planned:
+        fix = (
+            f'say so before initialize(): model._tp_plan["{every}"] = "replicated_with_grad_allreduce", or '
+            f'"replicate" for its module where it sees all heads and features after all; or {fix}'
+        )
     raise ConfigError(
         [
             Fault(
                 "/tensor_parallel",
-                f"{', '.join(faults[:3])}{more} compute with a part of the activations on each process (or the plan "
-                "says so, and they do not): their gradients would be wrong, for how the model is divided leaves out "
-                "what they need",
-                f'add it to the model\'s plan before initialize(): model._tp_plan["{_pattern(faults[0])}"] = '
-                '"replicated_with_grad_allreduce" where it sees a part of the heads or features, "replicate" where it '
-                "does not; or leave the layers around it whole",
+                f"{', '.join(faults[:3])}{more}: whole on each process, and computing with a part of the activations "
+                "(or said to do so, and not doing it), so that their gradients would be wrong",
+                fix,
             )
         ],
         "tensor parallelism",
     )
-
-
-def _pattern(name: str) -> str:
-    """The module of a parameter, in all layers."""
-    return ".".join("*" if part.isdigit() else part for part in name.split(".")[:-1])

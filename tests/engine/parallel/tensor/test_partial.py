@@ -54,9 +54,11 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def told(stage: int, inside: bool) -> str:
-    settings = config(stage, partition_config=SECTION)
-    engine, *_ = ds_hf.initialize(model=Scaled(inside=inside), config=settings)
+def told(stage: int, inside: bool, plan: dict[str, str] | None = None) -> str:
+    settings = config(stage) if plan else config(stage, partition_config=SECTION)
+    model = Scaled(inside=inside)
+    model._tp_plan = plan  # type: ignore[assignment]
+    engine, *_ = ds_hf.initialize(model=model, config=settings)
     with torch.no_grad():
         engine(torch.ones(2, 8))  # there is no graph yet
     try:
@@ -68,16 +70,23 @@ def told(stage: int, inside: bool) -> str:
     return ""
 
 
-def all_told() -> list[str]:
-    return [told(stage, inside) for stage in (0, 3) for inside in (True, False)]
+PLAN = {"up": "colwise", "down": "rowwise"}
+SUMMED = {**PLAN, "scale": "replicated_with_grad_allreduce"}
+
+
+def all_told() -> list[list[str]]:
+    found = [[told(stage, inside) for stage in (0, 3)] for inside in (True, False)]
+    return [*found, [told(1, True, PLAN), told(1, False, SUMMED)], [told(1, True, SUMMED), told(1, False, PLAN)]]
 
 
 def test_what_a_division_leaves_out_is_said_before_training() -> None:
-    for wrong, right, wrong_3, right_3 in run_distributed(all_told, 2):
-        assert right == right_3 == ""
-        for text in (wrong, wrong_3):
-            assert "scale compute with a part of the activations" in text
-            assert "replicated_with_grad_allreduce" in text
+    for by_rules, right, planned, as_advised in run_distributed(all_told, 2):
+        assert right == as_advised == ["", ""]
+        for text in (*by_rules, *planned):
+            assert "scale: whole on each process, and computing with a part of the activations" in text
+            assert "leave the layers around it whole" in text
+        assert 'model._tp_plan["scale"] = "replicated_with_grad_allreduce"' in planned[0]
+        assert not any("_tp_plan" in text for text in by_rules)
 
 
 def test_sides_change_at_the_four_functions() -> None:
