@@ -4,6 +4,7 @@
 #pragma once
 // Plain C headers: those of the C++ library would take longer to compile than the kernels.
 #include <math.h>
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -45,7 +46,9 @@ struct Block {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it paused: swapcontext would ask the kernel for signal masks each time
+  bool begun;
   Index index;
   Block* block;
   bool done;
@@ -54,13 +57,23 @@ struct Fiber {
 typedef void (*Body)(void** arguments);
 
 constexpr size_t STACK = 128 << 10;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fiber* running;
 inline Index grid, block_dim;
 inline Body body;
 inline void** arguments;
 
-inline void pause() { swapcontext(&running->context, &scheduler); }
+inline void pause() {
+  if (!_setjmp(running->place)) _longjmp(scheduler, 1);
+}
+
+inline void go_on(Fiber* fiber) {
+  running = fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber->begun) _longjmp(fiber->place, 1);
+  fiber->begun = true;
+  setcontext(&fiber->context);
+}
 
 // Now and then a thread stops here and others go on, so that a missing barrier shows.
 inline void maybe_pause() {
@@ -126,8 +139,7 @@ inline bool schedule(Fiber* fibers, unsigned count) {
     for (unsigned at = 0; at < count; ++at) {
       if (fibers[at].done) continue;
       any = true;
-      running = fibers + at;
-      swapcontext(&scheduler, &running->context);
+      go_on(fibers + at);
     }
     if (!any) return true;
   }
@@ -138,7 +150,9 @@ inline int run(unsigned blocks, unsigned threads, size_t dynamic, Body kernel, v
   const unsigned count = blocks * threads;
   Block* all = (Block*)calloc(blocks, sizeof(Block));
   Fiber* fibers = (Fiber*)calloc(count, sizeof(Fiber));
-  char* stacks = (char*)malloc(count * STACK);
+  static char* stacks;  // kept: pages that are given back have to be made again
+  static unsigned most;
+  if (count > most) stacks = (char*)realloc(stacks, (most = count) * STACK);
   grid = {blocks};
   block_dim = {threads};
   body = kernel;
@@ -159,7 +173,6 @@ inline int run(unsigned blocks, unsigned threads, size_t dynamic, Body kernel, v
     for (void* memory : all[block].shared) free(memory);
     free(all[block].dynamic);
   }
-  free(stacks);
   free(fibers);
   free(all);
   return ended ? 0 : 1;
