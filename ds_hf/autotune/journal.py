@@ -110,7 +110,7 @@ class Journal:
         *,
         ruled_out: bool,
     ) -> Record:
-        """A trial that nobody began: of the user's own file, or of a setting that cannot fit."""
+        """A whole trial at once: of the user's own file, or of a setting that cannot fit."""
         distributions: dict[str, Any] = {axis.name: CategoricalDistribution(axis.values) for axis in axes}
         state = TrialState.PRUNED if ruled_out else _state(value)
         self.study.add_trial(

@@ -141,7 +141,7 @@ class Building:
         """Watch for others that fail, from the moment when it takes long.
 
         By a thread, which connects itself: torch asks for the name of every address that it connects to, and waits for
-        seconds where nobody answers.
+        seconds where there is no answer.
         """
         if self.store is not None:
             thread = threading.Thread(target=self._watch, name="ds_hf building", daemon=True)

@@ -6,7 +6,7 @@ whole parameter gives there has a part of its gradient on each process, which is
 each process computes the same, whole gradient. A plan says which is which (``replicated_with_grad_allreduce``), and
 several of transformers' leave norms of queries and keys out: training would follow the mean of the parts, silently.
 
-The walk begins at the first output, which is whole, and changes sides at the four functions of ``functions``. Behind a
+The walk begins at the first output, which is whole, and changes sides at the functions of ``functions``. Behind a
 node that hides what it computes (compiled code, other functions written in Python) nothing is concluded until the next.
 """
 
