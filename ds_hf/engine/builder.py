@@ -41,6 +41,7 @@ from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
 from ds_hf.engine.parallel.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parallel.tensor.divide import divide
+from ds_hf.engine.parallel.tensor.tokens import divide_tokens
 from ds_hf.engine.parts import make_parts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_cut
@@ -218,6 +219,9 @@ def _divide(
     model_parameters = _adopt_torchaos(model, optimizer, model_parameters)
     if layers:
         divide(model, mesh, settings.tensor_parallel, optimizer)
+        divide_tokens(model, mesh.axis("tensor"), wanted=settings.ds_hf.tensor_sequence_parallel)
+    elif settings.ds_hf.tensor_sequence_parallel:
+        warn_once("ds_hf.tensor_sequence_parallel has no effect: the engine does not divide layers over processes here")
     if settings.expert_parallel.enabled:
         from ds_hf.engine.parallel.experts.divide import divide_experts
 
@@ -295,7 +299,7 @@ def _load(
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
     if divides and isinstance(model, StageModule):
-        _refuse_vocabulary_of_stages(settings)
+        _refuse_whole_models(settings)
     return settings, plan, shape, divides
 
 
@@ -316,8 +320,14 @@ def _make_mesh(settings: Config, shape: MeshShape, model: nn.Module, mpu: Any, *
     return mesh
 
 
-def _refuse_vocabulary_of_stages(settings: Config) -> None:
-    """On all stages: only one of them would find the layer."""
+def _refuse_whole_models(settings: Config) -> None:
+    """What looks for layers of a whole model; on all stages, of which some would find them."""
+    if settings.ds_hf.tensor_sequence_parallel:
+        raise ConfigError(
+            "tokens are divided from the first block of a model to its last, and a process of a pipeline has one stage: "
+            "remove the key",
+            "/ds_hf/tensor_sequence_parallel",
+        )
     if settings.tensor_parallel.vocab_parallel_lm_head:
         raise ConfigError(
             "it looks for the output layer of a whole model, and a process of a pipeline has one stage: give rules for "

@@ -249,12 +249,12 @@ class Predictor:
         recomputes = cut[0] > 1 and settings.pipeline.activation_checkpoint_interval > 0
         kind = (plan.parameters.dtype, sharding, leaf, settings.data_types)
         few_bits = (repr(settings.weight_quantization), settings.zero_optimization.zero_quantized_nontrainable_weights)
-        key = (batch, length, processes, tensor, experts, *kind, cut, recomputes, few_bits)
+        key = (batch, length, processes, tensor, own.tensor_sequence_parallel, experts, *kind, cut, recomputes, few_bits)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
             if tensor > 1:
-                divide_without_values(model, tensor, settings.tensor_parallel)
+                divide_without_values(model, tensor, settings.tensor_parallel, tokens=own.tensor_sequence_parallel)
             if experts.enabled:
                 divide_experts_without_values(model, experts)
             for _, separate in separate_experts(model):

@@ -224,6 +224,7 @@ class DsHfSection:
     tiled_mlp: int | Literal["auto"] | None = None
     chunked_loss: bool | Literal["auto"] = "auto"
     fused_lora: bool = True
+    tensor_sequence_parallel: bool = False
     report: str | None = None
     report_steps: Literal["sampled", "all"] = "sampled"
     stochastic_rounding: bool = True

@@ -118,8 +118,9 @@ def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     return Replicas(axis, averaged // summed, tied=name)
 
 
-def sum_over_tensor(param: Tensor, *, parts: bool = True) -> None:
-    """Mark a whole parameter of which each tensor-parallel process computes a part of the gradient; or all of it."""
+def sum_over_tensor(param: Tensor, *, parts: bool | None = True) -> None:
+    """Mark a whole parameter of which each tensor-parallel process computes a part of the gradient; or all of it, or
+    unknown (``None``)."""
     setattr(param, _SUMMED, parts)
 
 

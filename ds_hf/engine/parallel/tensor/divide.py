@@ -25,6 +25,7 @@ from ds_hf.engine.parallel.tensor.gathered import Divided, mark_divided
 from ds_hf.engine.parallel.tensor.hosts import warn_across_hosts
 from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
 from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, place_of, swap_class
+from ds_hf.engine.parallel.tensor.tokens import divide_tokens
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
 from ds_hf.engine.zero.init import shard_again
@@ -77,8 +78,13 @@ def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis:
     return divisions
 
 
-def divide_without_values(model: nn.Module, size: int, section: TensorParallelSection) -> None:
+def divide_without_values(
+    model: nn.Module, size: int, section: TensorParallelSection, *, tokens: bool = False
+) -> None:
     """Cut a model on the meta device as the first of ``size`` processes has it, for predictions: nothing is sent.
+
+    Args:
+        tokens: those between cut layers are divided, too (``ds_hf.tensor_sequence_parallel``).
 
     Raises:
         ConfigError: see ``plan_division``.
@@ -89,6 +95,7 @@ def divide_without_values(model: nn.Module, size: int, section: TensorParallelSe
     for division in divisions:
         _apply(division, model, None, axis, copied, tied, None)
     _localise(model, divisions, axis)
+    divide_tokens(model, axis, wanted=tokens)
 
 
 def _is_divided(model: nn.Module, axis: Axis) -> bool:

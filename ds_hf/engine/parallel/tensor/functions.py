@@ -1,33 +1,66 @@
 """What a tensor-parallel model computes between processes: functions of a tensor, each with its gradient.
 
-==============  =================================  =================================
-function        forward                            backward
-==============  =================================  =================================
-``copy_to``     the tensor itself                  the sum over the axis
-``copy_behind`` the tensor itself                  the same of what lies behind a place of its last dimension
-``reduce_from`` the sum over the axis              the gradient itself
-``gather_last`` all parts of the last dimension    this process's part
-``split_last``  this process's part of it          all parts
-==============  =================================  =================================
+=================  =================================  =================================
+function           forward                            backward
+=================  =================================  =================================
+``copy_to``        the tensor itself                  the sum over the axis
+``copy_behind``    the tensor itself                  the same of what lies behind a place of its last dimension
+``reduce_from``    the sum over the axis              the gradient itself
+``gather_last``    all parts of the last dimension    this process's part
+``split_last``     this process's part of it          all parts
+``gather_tokens``  the tokens of all                  this process's tokens
+``split_tokens``   this process's tokens              those of all
+=================  =================================  =================================
 
-``copy_to`` and ``reduce_from`` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). Collectives run where the
-model computes and are noted in the log of the axis. Compiled code gets torch's functional collectives instead, which
-it can trace and which are not noted; tensors without values (meta) pass through.
+``copy_to`` and ``reduce_from`` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). Where tokens are divided
+between cut layers (Korthikanti et al. 2022, section 4.2.2) they do less: the sum over the axis is left of this
+process's tokens alone. Collectives run where the model computes and are noted in the log of the axis. Compiled code
+gets torch's functional collectives instead, which it can trace and which are not noted; tensors without values (meta)
+pass through.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.nn import functional as F
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 
-__all__ = ["SIDES", "Place", "copy_behind", "copy_to", "gather_last", "reduce_from", "split_last"]
+__all__ = [
+    "SIDES",
+    "Place",
+    "Tokens",
+    "copy_behind",
+    "copy_to",
+    "gather_last",
+    "gather_tokens",
+    "reduce_from",
+    "split_last",
+    "split_tokens",
+]
+
+
+class Tokens:
+    """Of blocks whose tokens are divided between cut layers: what they compute at the moment.
+
+    Attributes:
+        shape: of whole hidden states without their last dimension, while such a block computes with a part of the
+            tokens; ``None`` elsewhere.
+        gathered: the last part, what ``gather_tokens`` made of it, and what ``copy_to`` did.
+    """
+
+    __slots__ = ("gathered", "shape")
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] | None = None
+        self.gathered: tuple[Tensor, Tensor, Tensor | None] | None = None
 
 
 class Place:
@@ -37,12 +70,14 @@ class Place:
         axis: the processes that share the layer.
         name: path of the module.
         copied: the last input of ``copy_to`` and its result, for the next layer of the same input.
+        tokens: of the blocks it is in, if their tokens are divided ...
+        scatters: ... and ``reduce_from`` leaves this process's tokens of the sum.
     """
 
-    __slots__ = ("axis", "backward", "copied", "forward", "name")
+    __slots__ = ("axis", "backward", "copied", "forward", "name", "scatters", "tokens")
 
-    def __init__(self, axis: Axis, name: str, copied: list[Any]) -> None:
-        self.axis, self.name, self.copied = axis, name, copied
+    def __init__(self, axis: Axis, name: str, copied: list[Any], tokens: Tokens | None = None) -> None:
+        self.axis, self.name, self.copied, self.tokens, self.scatters = axis, name, copied, tokens, False
         self.forward, self.backward = f"activations of {name}", f"gradients of the input of {name}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
@@ -65,6 +100,13 @@ def copy_to(x: Tensor, place: Place, *, owns_gradient: bool = False) -> Tensor:
     Args:
         owns_gradient: nothing else holds the gradient that backward brings: it may be summed in place.
     """
+    tokens = place.tokens
+    if tokens is not None and tokens.gathered is not None and tokens.gathered[1] is x and x.requires_grad:
+        part, _, result = tokens.gathered
+        if result is None:
+            result = _apply(_OfGathered, part, x.detach(), place)
+            tokens.gathered = (part, x, result)
+        return result
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
         return _apply(_Copy, x, place, False) if x.requires_grad else x
     known = place.copied[0]
@@ -84,6 +126,8 @@ def reduce_from(x: Tensor, place: Place, *, in_place: bool = False) -> Tensor:
     """The sum of the parts that the processes have of a layer's output; ``in_place``: nothing else holds ``x``."""
     if not torch.compiler.is_compiling():
         place.copied[0] = None
+    if place.scatters and place.tokens is not None and place.tokens.shape is not None:
+        return _apply(_SumOfTokens, x, place)
     return _apply(_Reduce, x, place, in_place and not torch.compiler.is_compiling())
 
 
@@ -97,6 +141,21 @@ def gather_last(x: Tensor, place: Place) -> Tensor:
 def split_last(x: Tensor, place: Place) -> Tensor:
     """This process's part of the last dimension of ``x``, which is the same on all."""
     return _apply(_Split, x, place)
+
+
+def gather_tokens(part: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+    """Of this process's tokens, as ``split_tokens`` gives them, those of all, ``[*shape, hidden]``.
+
+    Args:
+        shape: the same on all processes.
+    """
+    return _apply(_GatherTokens, part, place, shape)
+
+
+def split_tokens(x: Tensor, place: Place) -> Tensor:
+    """This process's tokens of ``x``, ``[..., hidden]``, which is the same on all: ``[1, ..., tokens, hidden]`` with as
+    many dimensions. Where they do not divide, the last ones are zeros."""
+    return _apply(_SplitTokens, x, place)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -122,6 +181,49 @@ def _all_parts(x: Tensor, place: Place, what: str) -> Tensor:
         parts = x.new_empty(size, *x.shape)
         collectives.all_gather(parts.view(-1), x.view(-1), place.axis, what)
     return parts.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
+
+
+def _tokens_of_all(part: Tensor, place: Place, shape: tuple[int, ...], what: str) -> Tensor:
+    hidden, size = part.shape[-1], place.axis.world_size
+    rows = part.reshape(-1, hidden).contiguous()
+    if rows.is_meta:
+        found = rows.new_empty(size * rows.shape[0], hidden)
+    elif torch.compiler.is_compiling():
+        found = functional.all_gather_tensor(rows, 0, _group(place.axis))
+    else:
+        found = rows.new_empty(size * rows.shape[0], hidden)
+        collectives.all_gather(found.view(-1), rows.view(-1), place.axis, what)
+    return found[: math.prod(shape)].view(*shape, hidden)
+
+
+def _own_tokens(x: Tensor, place: Place) -> Tensor:
+    rows, each = _padded_tokens(x, place)
+    return _like_tokens(rows[place.axis.rank * each : (place.axis.rank + 1) * each], x)
+
+
+def _sum_of_own_tokens(x: Tensor, place: Place, what: str) -> Tensor:
+    rows, each = _padded_tokens(x, place)
+    if rows.is_meta:
+        found = rows.new_empty(each, rows.shape[1])
+    elif torch.compiler.is_compiling():
+        found = functional.reduce_scatter_tensor(rows, "sum", 0, _group(place.axis))
+    else:
+        own = collectives.reduce_gradient(
+            rows.view(-1), place.axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what
+        )
+        found = own.view(each, -1)
+    return _like_tokens(found, x)
+
+
+def _padded_tokens(x: Tensor, place: Place) -> tuple[Tensor, int]:
+    """``[tokens, hidden]`` of a whole, with zeros behind it, and how many are a process's."""
+    rows, size = x.reshape(-1, x.shape[-1]).contiguous(), place.axis.world_size
+    each = -(-rows.shape[0] // size)
+    return F.pad(rows, (0, 0, 0, each * size - rows.shape[0])) if rows.shape[0] % size else rows, each
+
+
+def _like_tokens(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.view(*[1] * (x.dim() - 2), *rows.shape)
 
 
 def _own_part(x: Tensor, place: Place) -> Tensor:
@@ -195,5 +297,62 @@ class _Split(torch.autograd.Function):
         return _all_parts(grad, ctx.place, ctx.place.backward), None
 
 
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+        ctx.place = place
+        return _tokens_of_all(part, place, shape, place.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_tokens(grad, ctx.place), None, None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place, ctx.shape = place, tuple(x.shape[:-1])
+        return _own_tokens(x, place).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _tokens_of_all(grad, ctx.place, ctx.shape, ctx.place.backward), None
+
+
+class _OfGathered(torch.autograd.Function):
+    """``whole``, which was gathered of ``part``, as the input of layers that are cut by their outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_of_own_tokens(grad, ctx.place, ctx.place.backward), None, None
+
+
+class _SumOfTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place, ctx.shape = place, tuple(x.shape[:-1])
+        return _sum_of_own_tokens(x, place, place.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _tokens_of_all(grad, ctx.place, ctx.shape, ctx.place.backward), None
+
+
 # On which side of a function its input is: the same on all processes, or a part of it on each.
-SIDES: dict[type, str] = {_Copy: "whole", _CopyBehind: "whole", _Reduce: "part", _Gather: "part", _Split: "whole"}
+# Of divided tokens each process has a part, too.
+SIDES: dict[type, str] = {
+    _Copy: "whole",
+    _CopyBehind: "whole",
+    _Reduce: "part",
+    _Gather: "part",
+    _Split: "whole",
+    _GatherTokens: "part",
+    _SplitTokens: "whole",
+    _OfGathered: "part",
+    _SumOfTokens: "part",
+}

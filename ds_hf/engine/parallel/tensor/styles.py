@@ -46,6 +46,7 @@ __all__ = [
     "CutModule",
     "Style",
     "change_own_class",
+    "derived_class",
     "is_transposed",
     "own_class",
     "part_of_outputs",
@@ -250,13 +251,13 @@ def swap_class(module: nn.Module, base: type[CutModule], place: Place, **known: 
     own = type(module)
     plain = own.forward is nn.Linear.forward or is_transposed(module)
     module.__dict__.update(_ds_place=place, _ds_plain=plain, **known)
-    module.__class__ = _derived(base, own)
+    module.__class__ = derived_class(base, own)
 
 
 def change_own_class(module: nn.Module, change: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     """Give ``module`` the class that ``change`` makes of its own, and what it computes stays as ``swap_class`` said."""
     base, own = next((pair for pair, made in _DERIVED.items() if type(module) is made), (None, type(module)))
-    module.__class__ = change(own) if base is None else _derived(base, change(own))
+    module.__class__ = change(own) if base is None else derived_class(base, change(own))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -267,7 +268,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 _DERIVED: dict[tuple[type[CutModule], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _derived(base: type[CutModule], own: type[nn.Module]) -> type[nn.Module]:
+def derived_class(base: type[CutModule], own: type[nn.Module]) -> type[nn.Module]:
     """One class for each pair, by which compiled code is shared."""
     if (base, own) in _DERIVED:
         return _DERIVED[base, own]

@@ -1,0 +1,355 @@
+"""Tokens divided between the cut layers of blocks, as Megatron-LM's sequence parallelism has them (Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2): ``ds_hf.tensor_sequence_parallel``.
+
+Between the sum behind one cut layer and the copy before the next every process of the tensor axis computes the same:
+norms, residuals, and what they keep for backward. Here each has its part of the tokens there. The sum leaves each
+process its own tokens (reduce-scatter), and what has cut layers inside gathers them first; both together send what the
+all-reduce of the whole did.
+
+=========================================  =======================================================================
+child of a block                           what it computes with
+=========================================  =======================================================================
+has cut layers, or is of an unknown kind   all tokens: it gathers its input, and leaves its own tokens of the output
+norm, dropout, activation                  this process's tokens; its parameters have a part of their gradient
+=========================================  =======================================================================
+
+The first block of a list divides what it is given and the last one gathers what it gives, so the model around them sees
+whole hidden states. Without gradients (evaluation, generation) nothing is divided. Tokens are those of all samples in
+one row, so only their number has to divide, and if it does not the last process computes some zeros more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.parallel.tensor.functions import Place, Tokens, gather_tokens, split_tokens
+from ds_hf.engine.parallel.tensor.styles import (
+    AllReduced,
+    Colwise,
+    ColwiseGathered,
+    CutModule,
+    Experts,
+    Rowwise,
+    RowwiseSplit,
+    derived_class,
+    place_of,
+)
+from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.hooks import Hook
+from ds_hf.engine.zero.planning import find_blocks
+from ds_hf.engine.zero.replicas import is_summed_over_tensor, sum_over_tensor
+from ds_hf.errors import ConfigError, DsHfError, Fault
+
+__all__ = ["POINTER", "divide_tokens"]
+
+POINTER = "/ds_hf/tensor_sequence_parallel"
+_MOST = 0.05  # of a block's output, how far it may be from that of whole hidden states: 16 bits round by a tenth of it
+
+
+class _Line:
+    """A list of blocks.
+
+    Attributes:
+        tokens: what they compute with now.
+        enabled: an engine that was destroyed leaves the blocks as they are, and the next one may not divide tokens.
+        running: the shape of whole hidden states while they are on their way through the blocks.
+        marked: parameters that compute with a part of the tokens, and what was known of their gradients before.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.tokens, self.enabled = axis, Tokens(), True
+        self.running: tuple[int, ...] | None = None
+        self.marked: list[tuple[nn.Parameter, bool | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Line:
+        return self
+
+    def mark(self, param: nn.Parameter) -> None:
+        self.marked.append((param, is_summed_over_tensor(param)))
+        sum_over_tensor(param)
+
+    def switch(self, on: bool) -> None:
+        for param, before in self.marked:
+            sum_over_tensor(param, parts=True if on else before)
+        self.enabled = on
+
+
+class _Here:
+    """Where a block or a branch is: ``place``, in ``line``; whether a branch ``splits`` what it computed."""
+
+    def __init__(self, line: _Line, name: str, *, first: bool = False, last: bool = False, splits: bool = False):
+        self.line, self.first, self.last, self.splits, self.tried = line, first, last, splits, False
+        self.place = Place(line.axis, name, [None], line.tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Here:
+        return self
+
+
+class TokensBlock(CutModule):
+    """A block that is given this process's tokens, and gives them."""
+
+    _ds_here: _Here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here = self._ds_here
+        line = here.line
+        if here.first:
+            hidden = _input(here, args, kwargs)
+            line.running = tuple(hidden.shape[:-1]) if line.enabled and torch.is_grad_enabled() else None
+            if line.running is not None:
+                args, kwargs = _with_input(split_tokens(hidden, here.place), args, kwargs)
+        shape = line.running
+        if shape is None:
+            return super().__call__(*args, **kwargs)
+        # As an argument, so that a block which is computed again in backward has it, too.
+        found = super().__call__(*args, **kwargs, _ds_shape=shape)
+        if not here.last:
+            return found
+        line.running = None
+        return _with_output(gather_tokens(_output(found), here.place, shape), found)
+
+    def forward(self, *args: Any, _ds_shape: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
+        if _ds_shape is None:
+            return super().forward(*args, **kwargs)
+        here = self._ds_here
+        tokens = here.line.tokens
+        tokens.shape = _ds_shape
+        if here.tried or torch.compiler.is_compiling():
+            found = super().forward(*args, **kwargs)
+            tokens.shape = tokens.gathered = None
+            return found
+        here.tried = True
+        try:
+            found = super().forward(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError | DsHfError):
+                raise
+            raise _unfit(here, f"does not compute with a part of the tokens ({error})") from error
+        finally:
+            tokens.shape = tokens.gathered = None
+        _compare(here, self, super().forward, args, kwargs, _output(found), _ds_shape)
+        return found
+
+
+class TokensBranch(CutModule):
+    """A part of a block that is given this process's tokens, and computes with those of all."""
+
+    _ds_here: _Here
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        here = self._ds_here
+        tokens = here.line.tokens
+        shape = tokens.shape
+        if shape is None:
+            return super().forward(*args, **kwargs)
+        part = _input(here, args, kwargs)
+        if tokens.gathered is None or tokens.gathered[0] is not part:
+            tokens.gathered = (part, gather_tokens(part, here.place, shape), None)
+        args, kwargs = _with_input(tokens.gathered[1], args, kwargs)
+        found = super().forward(*args, **kwargs)
+        return _with_output(split_tokens(_output(found), here.place), found) if here.splits else found
+
+
+def _input(here: _Here, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not (isinstance(hidden, Tensor) and hidden.is_floating_point() and hidden.dim() >= 2):
+        raise _unfit(here, "is not given hidden states first")
+    return hidden
+
+
+def _with_input(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
+
+
+def _output(found: Any) -> Tensor:
+    return cast(Tensor, found[0] if isinstance(found, tuple | list) else found)
+
+
+def _with_output(hidden: Tensor, found: Any) -> Any:
+    return (hidden, *found[1:]) if isinstance(found, tuple | list) else hidden
+
+
+def _unfit(here: _Here, what: str) -> ConfigError:
+    fix = "remove tensor_sequence_parallel; tensor parallelism itself does not need it"
+    return ConfigError([Fault(POINTER, f"{here.place.name} {what}", fix)], "tensor parallelism")
+
+
+@torch.no_grad()
+def _compare(
+    here: _Here,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: Tensor,
+    shape: tuple[int, ...],
+) -> None:
+    """A block's first output, ``found``, with that of whole hidden states: its code may know of other tokens.
+
+    Raises:
+        ConfigError: they differ, on all processes.
+    """
+    if found.is_meta or any(not isinstance(hook, Hook) for module in block.modules() for hook in module._forward_hooks.values()):
+        return  # they record what a block computes, and would see it twice
+    hidden = gather_tokens(_input(here, args, kwargs).detach(), here.place, shape)
+    once = {key: value for key, value in kwargs.items() if key not in ("past_key_values", "past_key_value", "layer_past")}
+    if "use_cache" in once:
+        once["use_cache"] = False
+    args, once = _with_input(hidden, args, once)
+    with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
+        expected = split_tokens(_output(forward(*args, **once)), here.place)
+    away = torch.stack([(found.detach() - expected).double().square().sum(), expected.double().square().sum()])
+    collectives.all_reduce_sum(away, here.place.axis, f"how far {here.place.name} is from itself with all tokens")
+    far = (away[0] / away[1]).sqrt().item()
+    if not far <= _MOST:
+        raise _unfit(here, f"computes something else with a part of the tokens: {far:.2g} of its output differs")
+
+
+# -- which modules are which ---------------------------------------------------------------------------------------
+
+
+def divide_tokens(model: nn.Module, axis: Axis, *, wanted: bool) -> None:
+    """Divide the tokens between the cut layers of ``model``, in place, or stop doing so. After ``divide``.
+
+    Raises:
+        ConfigError: it has no blocks with cut layers, or they cannot be divided so.
+    """
+    lines = {here.line for module in model.modules() if (here := module.__dict__.get("_ds_here")) is not None}
+    for line in lines:
+        line.switch(wanted)
+    if lines or not wanted:
+        return
+    lists: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, block in find_blocks(model):
+        lists.setdefault(name.rpartition(".")[0], []).append((name, block))
+    modules = dict(model.named_modules())
+    divided = {holder: blocks for holder, blocks in lists.items() if any(_cut_inside(block) for _, block in blocks)}
+    if not divided:
+        fault = Fault(POINTER, "the model has no repeated blocks with layers that are cut", "remove the key")
+        raise ConfigError([fault], "tensor parallelism")
+    for holder, blocks in divided.items():
+        line = _Line(axis)
+        _refuse_recording(line, holder, modules)
+        for name, block in blocks:
+            here = _Here(line, name, first=block is blocks[0][1], last=block is blocks[-1][1])
+            _refuse_dropout(here, block)
+            _divide_block(here, block)
+
+
+def _divide_block(here: _Here, block: nn.Module) -> None:
+    line, name = here.line, here.place.name
+    for param in block._parameters.values():
+        if param is not None:
+            line.mark(param)
+    for key, child in block.named_children():
+        inside = _Here(line, f"{name}.{key}")
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            raise _unfit(inside, f"is a {type(child).__name__}, of which nothing says what each part is given")
+        if _is_per_token(child):
+            for param in child.parameters():
+                line.mark(param)
+            continue
+        rows = _rows_of(child)
+        whole_sums = any(isinstance(module, Experts | AllReduced) for module in child.modules())
+        scatters = len(rows) == 1 and not whole_sums
+        if scatters:
+            _scatter(line, *rows.popitem())
+        layer = getattr(child, "base_layer", child)
+        if isinstance(layer, Rowwise) and not isinstance(layer, RowwiseSplit):
+            continue  # a layer of the block's own, whose input is what another one computed with all tokens
+        keeps = isinstance(layer, Colwise) and not isinstance(layer, ColwiseGathered)
+        inside.splits = not scatters and not keeps
+        for module in child.modules():
+            if (place := place_of(module)) is not None:
+                place.tokens = line.tokens
+        _become(child, TokensBranch, inside)
+    _become(block, TokensBlock, here)
+
+
+def _scatter(line: _Line, owner: nn.Module, layers: list[nn.Module]) -> None:
+    """Leave this process's tokens of the sum behind ``owner``; what is added to it there, biases and adapters, are."""
+    for layer in layers:
+        place = place_of(layer)
+        assert place is not None
+        place.tokens, place.scatters = line.tokens, True
+    for param in owner.parameters():
+        if not is_cut(param):
+            line.mark(param)
+
+
+def _rows_of(branch: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Its layers that are cut by their inputs, by the module that adds adapters to one, or themselves."""
+    found: dict[nn.Module, list[nn.Module]] = {}
+    named = {name: module for name, module in branch.named_modules() if isinstance(module, Rowwise)}
+    modules = dict(branch.named_modules())
+    for name, module in named.items():
+        owner = re.sub(r"(^|\.)(base_layer|lora_A\.[^.]*)$", "", name)
+        found.setdefault(modules[owner], []).append(module)
+    return found
+
+
+def _become(module: nn.Module, base: type[CutModule], here: _Here) -> None:
+    module.__dict__["_ds_here"] = here
+    module.__class__ = derived_class(base, type(module))
+
+
+def _cut_inside(block: nn.Module) -> bool:
+    return any(place_of(module) is not None for module in block.modules())
+
+
+def _is_per_token(module: nn.Module) -> bool:
+    """Whether it computes with each token by itself, and is known to."""
+    kind = type(module)
+    if any(True for _ in module.children()) or place_of(module) is not None:
+        return False
+    if any(param.dim() > 1 for param in module.parameters()):
+        return False
+    torchs = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
+    activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return isinstance(module, torchs) or activation or re.search(r"(RMS|Layer)_?Norm|LayerScale", kind.__name__) is not None
+
+
+def _refuse_dropout(here: _Here, block: nn.Module) -> None:
+    """Every process would draw the same for its own tokens."""
+    found = [
+        f"{name}.p"
+        for name, module in block.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and "lora_dropout" not in name
+    ]
+    for name, module in (("", block), *block.named_children()):
+        found += [
+            f"{name}.{key}".lstrip(".")
+            for key, value in vars(module).items()
+            if "drop" in key and "att" not in key and isinstance(value, float) and value > 0
+        ]
+    if found:
+        raise _unfit(here, f"drops elements ({', '.join(found[:3])}), and processes would drop the same ones of their own tokens")
+
+
+def _refuse_recording(line: _Line, holder: str, modules: Mapping[str, nn.Module]) -> None:
+    """Hidden states that a model of transformers keeps of its blocks would be parts."""
+    names = [holder]
+    while names[-1]:
+        names.append(names[-1].rpartition(".")[0])
+    model = next((modules[name] for name in names if hasattr(modules[name], "config")), None)
+    if model is None:
+        return
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_hidden_states")
+        asked = getattr(module.config, "output_hidden_states", False) if asked is None else asked
+        if asked and line.enabled and torch.is_grad_enabled():
+            raise ConfigError(
+                "hidden states of blocks are asked for (output_hidden_states) in a training step, and each process has "
+                "a part of their tokens: remove the one or the other",
+                POINTER,
+            )
+
+    model.register_forward_pre_hook(Hook(look), with_kwargs=True)
