@@ -8,8 +8,8 @@
 ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 parameters and torch's fused AdamW, which is
 less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
 With ``--tied`` the output layer has the embedding's weight: ds_hf leaves both whole, and *divided* is ds_hf with
-``vocab_parallel_lm_head``. *half* is ds_hf without tensor parallelism and half the micro-batch on each process: its
-step divided by that of ds_hf is the scaling efficiency.
+``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``. *half* is ds_hf without tensor
+parallelism and half the micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-ENGINES = ("ds_hf", "gathered", "chunked", "divided", "deepspeed", "transformers", "half")
+ENGINES = ("ds_hf", "gathered", "chunked", "divided", "tokens", "deepspeed", "transformers", "half")
 training.MODELS["words"] = (256, 688, 4, 8, 8, 32000)  # for CPUs: most of its time is the head's and the loss's
 
 
@@ -64,7 +64,7 @@ class DsHf(training.DsHf):
         config = {
             **shared(args),
             "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
-            "ds_hf": self.own,
+            "ds_hf": {**self.own, **({"compile": "blocks"} if args.compile else {})},
         }
         config["tensor_parallel"] |= self.section
         self.engine, *_ = ds_hf.initialize(model=model, config=config)
@@ -92,6 +92,12 @@ class Divided(DsHf):
     """The same with both ends divided by the vocabulary, tied or not."""
 
     section: ClassVar[dict[str, Any]] = {"vocab_parallel_lm_head": True}
+
+
+class DividedTokens(DsHf):
+    """The same with the tokens divided between cut layers."""
+
+    own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True}
 
 
 class DeepSpeed(training.Contender):
@@ -179,6 +185,7 @@ def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         "gathered": Gathered,
         "chunked": Chunked,
         "divided": Divided,
+        "tokens": DividedTokens,
         "deepspeed": DeepSpeed,
         "transformers": Transformers,
         "half": Half,
@@ -262,7 +269,7 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    training.ENGINES.update(dict.fromkeys(("gathered", "chunked", "divided", "transformers", "half"), training.DsHf))
+    training.ENGINES.update(dict.fromkeys({*ENGINES} - {"ds_hf", "deepspeed"}, training.DsHf))
     args = training.parse()
     args.passes, args.tied = own.passes, own.tied
     if own.part == "host":

@@ -130,6 +130,9 @@ def _random_ltd(config: Config, draft: Draft) -> None:
     section = efficiency.data_routing.random_ltd
     if not (efficiency.enabled and efficiency.data_routing.enabled and section.enabled):
         return
+    if config.ds_hf.tensor_sequence_parallel:
+        message = "random_ltd drops tokens of whole hidden states, and each process has a part of them"
+        draft.fault("/ds_hf/tensor_sequence_parallel", message, "remove one of the two")
     layers, asked, depth = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
     wrong = [layer for layer in layers if layer < 0 or (depth is not None and layer >= depth)]
     fix = "name blocks by their places, such as [1, 2, 3]; as a rule all but the first and the last"

@@ -53,7 +53,6 @@ def check_rules(config: Config, draft: Draft) -> None:
     _activation_budget(config, draft)
     _fp8(config, draft)
     _qat(config, draft)
-    _tokens(config, draft)
     if config.zero_optimization.zenflow is not None and not draft.faulty("/zero_optimization/stage"):
         from ds_hf.config.zenflow import check_zenflow  # few files have the section
 
@@ -70,19 +69,6 @@ def check_rules(config: Config, draft: Draft) -> None:
         from ds_hf.config.compression import check_compression
 
         check_compression(config, draft)
-
-
-def _tokens(config: Config, draft: Draft) -> None:
-    """Tokens that are divided between cut layers."""
-    if not config.ds_hf.tensor_sequence_parallel:
-        return
-    pointer, routing = "/ds_hf/tensor_sequence_parallel", config.data_efficiency.data_routing
-    if config.data_efficiency.enabled and routing.enabled and routing.random_ltd.enabled:
-        message = "random_ltd drops tokens of whole hidden states, and each process has a part of them"
-        draft.fault(pointer, message, "remove one of the two")
-    if isinstance(config.pipeline.stages, int) and config.pipeline.stages > 1:
-        message = "tokens are divided from the first block of a model to its last, and stages have some of them"
-        draft.fault(pointer, message, "remove one of the two")
 
 
 def _precision(config: Config, draft: Draft) -> None:

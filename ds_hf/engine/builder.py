@@ -324,8 +324,8 @@ def _refuse_whole_models(settings: Config) -> None:
     """What looks for layers of a whole model; on all stages, of which some would find them."""
     if settings.ds_hf.tensor_sequence_parallel:
         raise ConfigError(
-            "tokens are divided from the first block of a model to its last, and a process of a pipeline has one stage: "
-            "remove the key",
+            "tokens are divided from the first block of a model to its last, and a process of a pipeline has one "
+            "stage: remove the key",
             "/ds_hf/tensor_sequence_parallel",
         )
     if settings.tensor_parallel.vocab_parallel_lm_head:

@@ -247,9 +247,9 @@ class Predictor:
         tensor, experts = _tensor(settings), settings.expert_parallel
         cut = (_pipe(settings), settings.ds_hf.pipeline.chunks, stage)
         recomputes = cut[0] > 1 and settings.pipeline.activation_checkpoint_interval > 0
-        kind = (plan.parameters.dtype, sharding, leaf, settings.data_types)
+        kind = (plan.parameters.dtype, sharding, leaf, settings.data_types, own.tensor_sequence_parallel)
         few_bits = (repr(settings.weight_quantization), settings.zero_optimization.zero_quantized_nontrainable_weights)
-        key = (batch, length, processes, tensor, own.tensor_sequence_parallel, experts, *kind, cut, recomputes, few_bits)
+        key = (batch, length, processes, tensor, experts, *kind, cut, recomputes, few_bits)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)

@@ -78,9 +78,7 @@ def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis:
     return divisions
 
 
-def divide_without_values(
-    model: nn.Module, size: int, section: TensorParallelSection, *, tokens: bool = False
-) -> None:
+def divide_without_values(model: nn.Module, size: int, section: TensorParallelSection, *, tokens: bool = False) -> None:
     """Cut a model on the meta device as the first of ``size`` processes has it, for predictions: nothing is sent.
 
     Args:

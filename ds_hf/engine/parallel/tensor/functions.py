@@ -35,8 +35,8 @@ from ds_hf.engine.comm.mesh import Axis
 
 __all__ = [
     "SIDES",
+    "DividedTokens",
     "Place",
-    "Tokens",
     "copy_behind",
     "copy_to",
     "gather_last",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class Tokens:
+class DividedTokens:
     """Of blocks whose tokens are divided between cut layers: what they compute at the moment.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place:
 
     __slots__ = ("axis", "backward", "copied", "forward", "name", "scatters", "tokens")
 
-    def __init__(self, axis: Axis, name: str, copied: list[Any], tokens: Tokens | None = None) -> None:
+    def __init__(self, axis: Axis, name: str, copied: list[Any], tokens: DividedTokens | None = None) -> None:
         self.axis, self.name, self.copied, self.tokens, self.scatters = axis, name, copied, tokens, False
         self.forward, self.backward = f"activations of {name}", f"gradients of the input of {name}"
 

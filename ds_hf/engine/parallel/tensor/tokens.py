@@ -1,5 +1,6 @@
 """Tokens divided between the cut layers of blocks, as Megatron-LM's sequence parallelism has them (Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2): ``ds_hf.tensor_sequence_parallel``.
+2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2): the key
+``ds_hf.tensor_sequence_parallel``.
 
 Between the sum behind one cut layer and the copy before the next every process of the tensor axis computes the same:
 norms, residuals, and what they keep for backward. Here each has its part of the tokens there. The sum leaves each
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.parallel.tensor.functions import Place, Tokens, gather_tokens, split_tokens
+from ds_hf.engine.parallel.tensor.functions import DividedTokens, Place, gather_tokens, split_tokens
 from ds_hf.engine.parallel.tensor.styles import (
     AllReduced,
     Colwise,
@@ -64,7 +65,7 @@ class _Line:
     """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self.tokens, self.enabled = axis, Tokens(), True
+        self.axis, self.tokens, self.enabled = axis, DividedTokens(), True
         self.running: tuple[int, ...] | None = None
         self.marked: list[tuple[nn.Parameter, bool | None]] = []
 
@@ -164,7 +165,9 @@ def _input(here: _Here, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     return hidden
 
 
-def _with_input(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_input(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
 
@@ -196,10 +199,14 @@ def _compare(
     Raises:
         ConfigError: they differ, on all processes.
     """
-    if found.is_meta or any(not isinstance(hook, Hook) for module in block.modules() for hook in module._forward_hooks.values()):
+    if found.is_meta or any(
+        not isinstance(hook, Hook) for module in block.modules() for hook in module._forward_hooks.values()
+    ):
         return  # they record what a block computes, and would see it twice
     hidden = gather_tokens(_input(here, args, kwargs).detach(), here.place, shape)
-    once = {key: value for key, value in kwargs.items() if key not in ("past_key_values", "past_key_value", "layer_past")}
+    once = {
+        key: value for key, value in kwargs.items() if key not in ("past_key_values", "past_key_value", "layer_past")
+    }
     if "use_cache" in once:
         once["use_cache"] = False
     args, once = _with_input(hidden, args, once)
@@ -313,7 +320,11 @@ def _is_per_token(module: nn.Module) -> bool:
         return False
     torchs = (nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm)
     activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    return isinstance(module, torchs) or activation or re.search(r"(RMS|Layer)_?Norm|LayerScale", kind.__name__) is not None
+    return (
+        isinstance(module, torchs)
+        or activation
+        or re.search(r"(RMS|Layer)_?Norm|LayerScale", kind.__name__) is not None
+    )
 
 
 def _refuse_dropout(here: _Here, block: nn.Module) -> None:
@@ -330,7 +341,9 @@ def _refuse_dropout(here: _Here, block: nn.Module) -> None:
             if "drop" in key and "att" not in key and isinstance(value, float) and value > 0
         ]
     if found:
-        raise _unfit(here, f"drops elements ({', '.join(found[:3])}), and processes would drop the same ones of their own tokens")
+        raise _unfit(
+            here, f"drops elements ({', '.join(found[:3])}), and processes would drop the same ones of their own tokens"
+        )
 
 
 def _refuse_recording(line: _Line, holder: str, modules: Mapping[str, nn.Module]) -> None:
