@@ -211,7 +211,7 @@ def confirm(contest: Contest) -> None:
             contest.why_ended = f"after {TURNS} turns their intervals still overlap"
             return
         count = int(search.left / usual)
-        if count == 1 and contest.differ_in_size_alone(rivals):
+        if count <= 1 and search.left >= min(usual, search.typical_own()) and contest.differ_in_size_alone(rivals):
             contest.turn_together(rivals)
             continue
         rivals = affordable(rivals, count)

@@ -89,10 +89,11 @@ class Launches:
     def own(self, watch: Watch) -> LaunchOutcome:
         """The user's command with the user's values; the engine alone knows yet which batch that is."""
         name = "0000-own"
+        config = self._write_config(name, config_of(self.tree, {}))
         request = self._request(name, survey=True, own_axis=True, natural_steps=NATURAL_STEPS,
                                 low_micro=self.options.low_micro, high_micro=self.options.high_micro,
-                                length=0 if self.seeks_length else None)  # fmt: skip
-        config = self._write_config(name, config_of(self.tree, {}))
+                                length=0 if self.seeks_length else None, config=str(config),
+                                further=1)  # fmt: skip
         outcome = self._launch(name, self.command.words(config), request, watch, overtime=OWN_OVERTIME)
         facts = outcome.events.get("facts", {})
         if facts and facts["micro"] in outcome.too_large:  # its own steps may have crossed a limit that nothing keeps
@@ -140,8 +141,12 @@ class Launches:
             outcome = self._launch(name, words, request, watch)
             outcome.seconds += spent
         outcome.events["launch"] = {"goes_on": goes_on}
-        self._there = setting if request.further and outcome.kind == "ok" else None
+        self.note(setting, outcome)
         return self._compare(outcome)
+
+    def note(self, setting: Setting, outcome: LaunchOutcome) -> None:
+        """The processes of ``outcome`` stay, where they could, for what stands beside ``setting``."""
+        self._there = setting if self._stays and outcome.stays else None
 
     def goes_on(self, setting: Setting) -> bool:
         """Whether the processes of the launch before can measure it."""

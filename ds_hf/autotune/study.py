@@ -9,6 +9,7 @@ the budget is spent, everything is tried, no launch that is left is worth its ti
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 import time
@@ -30,6 +31,7 @@ from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
 from ds_hf.host import has_gpu
 from ds_hf.memory import UnpredictableError
+from ds_hf.printable import counted
 
 __all__ = ["Search", "TuneError"]
 
@@ -180,6 +182,7 @@ class Search:
             raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)
         space = self._make_space(outcome.events)
         own = space.plain(space.own)
+        self.launches.note(own, outcome)
         return self._tell(own, outcome, {}, started, role=ROLE_OWN)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -196,14 +199,18 @@ class Search:
 
     def _what_the_budget_buys(self) -> str:
         """Once it is known what a launch takes."""
-        each, hopeful, after = self.typical(), len(self._hopeful(self._ranked())), self._after()
-        count = max(0, int(self.left / max(each, 1e-3)))
-        text = f"a launch takes some {duration(each)}: the {duration(max(0.0, self.left))} that are left are {count}"
-        text += f", {min(after, count)} of them to confirm" if after and count else ""
-        if hopeful and count < hopeful + after:
-            spent = self.options.budget - self.left
-            whole = math.ceil((spent + each * (hopeful + after)) / 60)
-            text += f"; --budget {whole}m is enough for all {hopeful} settings that may gain"
+        each, after, left = self.typical(), self._after(), max(0.0, self.left)
+        takes = sorted(self._takes(setting) for _, setting in self._hopeful(self._ranked()))
+        whole, beside = sum(takes) + each * after, takes[:1] and takes[0] < each
+        count = sum(total <= left - self._kept() for total in itertools.accumulate(takes))
+        confirms = min(after, max(0, int((left - sum(takes[:count])) / max(each, 1e-3))))
+        text = f"a launch takes some {duration(each)}"
+        text += f", a setting in processes that are there some {duration(takes[0])}" if beside else ""
+        text += f"; the {duration(left)} that are left are enough for {counted(count, 'setting', 'settings')}"
+        text += f", and {counted(confirms, 'launch', 'launches')} to confirm the best" if confirms else ""
+        if whole > left and takes:
+            minutes = math.ceil((self.options.budget - self.left + whole) / 60)
+            text += f"; --budget {minutes}m is enough for all {len(takes)} settings that may gain"
         return text
 
     def _choose(self) -> Setting | None:
@@ -227,11 +234,12 @@ class Search:
             return next(s for s in self.space.settings() if key_of(s) in {key_of(h) for h in hopeful})
         if self.options.sampler == "random" or (launches >= STARTUP and launches % EXPLORE_EVERY == 0):
             return self._suggested({key_of(setting) for _, setting in ranked}) or hopeful[0]
-        affordable = [(gain / self._takes(s), s) for gain, s in self._hopeful(ranked) if self._is_affordable(s)]
-        return max(affordable, key=lambda each: each[0])[1] if affordable else hopeful[0]
-
-    def _is_affordable(self, setting: Setting) -> bool:
-        return self._takes(setting) + self.typical() * self._after() <= self.left
+        gains = [(gain / self._takes(s), s) for gain, s in self._hopeful(ranked)]
+        for kept in (self.typical() * self._after(), self._kept()):  # a gain should be confirmed, too
+            affordable = [(gain, s) for gain, s in gains if self._takes(s) + kept <= self.left]
+            if affordable:
+                return max(affordable, key=lambda each: each[0])[1]
+        return hopeful[0]
 
     def _reason_to_stop(self, takes: float) -> str:
         """
@@ -241,9 +249,8 @@ class Search:
         launched = self.launched()
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
-        if takes + self.typical() * self._after() > self.left:
-            kept = ", with the rest kept for the learning rate" if self.options.lr else ""
-            return f"the budget of {self.options.budget * (1 - LR_SHARE * self.options.lr):g} s is spent{kept}"
+        if takes + self._kept() > self.left:
+            return self._why_spent(takes)
         since = self._launches_since_gain(launched)
         if since >= self.options.patience:
             return f"{since} launches in a row brought no gain"
@@ -260,7 +267,11 @@ class Search:
     def typical(self) -> float:
         """Seconds of a launch, its start included."""
         others = sorted(record.seconds for record in self.launched() if not record.own and not record.goes_on)
-        return others[len(others) // 2] if others else FIRST_SHARE * self.own.seconds
+        return others[len(others) // 2] if others else self.typical_own()
+
+    def typical_own(self) -> float:
+        """The same of the user's file once more."""
+        return FIRST_SHARE * self.own.seconds
 
     def _takes(self, setting: Setting) -> float:
         """Seconds to measure a setting from here."""
@@ -274,6 +285,25 @@ class Search:
         own_is_best = self._best_cost() >= min(map(self.cost, self.own.points), default=math.inf)
         turn = 2 if own_is_best else 3
         return self.options.confirm * (turn + self.own.waits_for_data)
+
+    def _kept(self) -> float:
+        """Seconds that nothing new may take: to confirm the best, where that is not the user's file as it is and where
+        there is time for it. What is too little for that is for settings, and what they gain is not confirmed."""
+        mine = next((p for p in self.own.points if p.micro == self.own.events["facts"]["micro"]), None)
+        gains = mine is None or self._best_cost() < self.cost(mine)
+        resized = min(map(self.cost, self.own.points), default=math.inf) <= self._best_cost()
+        in_one = resized and mine is not None and "not resizable" not in self.own.events  # one launch has both
+        least = min(self.typical(), self.typical_own()) if in_one else 2 * self.typical()
+        return self.typical() * self._after() if gains and least <= self.left else 0.0
+
+    def _why_spent(self, takes: float) -> str:
+        """What is left of the budget is not enough for a setting of ``takes`` seconds."""
+        rest, whole = max(0.0, self.left), self.options.budget * (1 - LR_SHARE * self.options.lr)
+        lr = ", with the rest kept for the learning rate" if self.options.lr else ""
+        if rest == 0.0:
+            return f"the budget of {whole:g} s is spent{lr}"
+        text = f"of the budget of {whole:g} s {duration(rest)} are left{lr}, and another setting takes some "
+        return text + duration(takes) + (", beside the launches that confirm the best" if takes <= rest else "")
 
     def _launches_since_gain(self, launched: list[Record]) -> int:
         best, since = math.inf, 0

@@ -121,6 +121,11 @@ class LaunchOutcome:
             self.events[kind] = event
 
     @property
+    def stays(self) -> bool:
+        """Whether its processes wait for a further request."""
+        return self.kind == "ok" and bool(self.events.get("done", {}).get("stays"))
+
+    @property
     def resizable(self) -> bool:
         """Whether the engine could run other batch sizes than the script's."""
         return "not resizable" not in self.events
@@ -269,7 +274,7 @@ def _watch(started: _Started, launch: Launch, outcome: LaunchOutcome, watch: Wat
             if watch is not None:
                 watch(event)
         outcome.events["offset"] = {"offset": offset}
-        if running and "done" in outcome.events and launch.request.further:
+        if running and outcome.events.get("done", {}).get("stays"):
             return "stays"
         if not running or ("done" in outcome.events and time.monotonic() - life > GRACE_SECONDS):
             return "ended"

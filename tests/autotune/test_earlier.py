@@ -53,7 +53,8 @@ def test_fewer_launches_find_as_much(search: Search, tmp_path: Path, kind: type[
     assert pace(found) * slower >= 0.99 * pace(best)
     setting = best.best[0].setting
     wanted = [setting[name] for name in ("zero_optimization.stage", "gradient_checkpointing")]
-    assert [again.launched[1][name] for name in ("stage", "checkpointing")] == wanted  # what was best comes first
+    tried = [[launch[name] for name in ("stage", "checkpointing")] for launch in again.launched]
+    assert wanted in tried[1:3]  # what was best comes first, or after what needs no start
 
 
 def test_what_is_no_longer_so_is_dropped(search: Search, tmp_path: Path) -> None:

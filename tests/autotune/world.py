@@ -28,6 +28,7 @@ class World:
         starts: of processes. points: how many were measured.
         spent: seconds of all launches.
         fail: stage -> kind of an outcome that takes the place of measuring.
+        stays: processes wait for further settings.
         numel, dtype: of the parameters. processes, micro, steps: of the user's command.
     """
 
@@ -45,6 +46,7 @@ class World:
     fail: dict[int, str] = field(default_factory=dict)
     before: Callable[[int], None] = lambda number: None
     resizable: bool = True
+    stays: bool = True
 
     def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
         """Of one step. The roofline of ``cost`` does not know the factors 0.9 and 1.25, nor the dent at stage 2."""
@@ -114,6 +116,7 @@ class World:
             events += [
                 {"event": "step", "kind": "natural", "seconds": seconds, "micro": micro, "accumulation": steps}
             ] * 6
+        events.append({"event": "done", "stays": bool(request.further) and self.resizable and self.stays})
         for event in events:
             outcome.take(event)
             if watch is not None:

@@ -1,7 +1,8 @@
 """What happens when in a trial, as long as the script believes that it trains.
 
 At the script's first training forward its batch is taken and every point of the request is replayed; then the script
-goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains).
+goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains; or
+it waits in its next forward for further requests).
 The script never comes to save anything: where its training is shorter than that, or it writes a checkpoint meanwhile,
 the process ends there with the steps that there were. It intercepts the engine's calls (``Events.intercept``), and a
 step hook counts steps.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,14 @@ class Driver:
     """One engine's trial.
 
     Attributes:
-        measured: the replay is over, or was found impossible.
+        measured: the replay is over, or was found impossible; replayed: it was possible.
+        timed: the script's own steps are over, and its next forward waits for further requests.
         done: everything asked for is measured.
     """
 
     def __init__(self, engine: CoreEngine, request: TrialRequest) -> None:
         self.engine, self.request = engine, request
-        self.measured = self.done = False
+        self.measured = self.replayed = self.timed = self.done = False
         self._file: TextIO | None = None
         if engine.mesh.world.rank == 0:
             try:
@@ -122,16 +124,22 @@ class Driver:
                 self._lead(others)
             else:
                 self.measure(args, dict(kwargs))
-            if self.request.further:
-                self.say_done()
-                follow(self.engine, self.request, partial(self._hand_over, args, dict(kwargs)))
-            if self.request.natural_steps == 0:
-                self._finish()
-            else:
+            if self.request.natural_steps:
                 self._machine = Probe(self.engine).read(least=NATURAL_BEATS)
+            elif self.request.further:
+                self._stay(args, kwargs)
+            else:
+                self._finish()
             self._clock.mark()
             self._waited = self.loaders.waited
+        elif name == "forward" and self.timed and torch.is_grad_enabled() and self.engine.module.training:
+            self._stay(args, kwargs)
         return method(*args, **kwargs)
+
+    def _stay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+        """Wait for further requests, and measure them on this batch."""
+        self.say_done(stays=True)
+        follow(self.engine, self.request, partial(self._hand_over, args, dict(kwargs)))
 
     def _lead_pipeline(self) -> None:
         """A pipeline runs its batches itself: the script's own steps are timed, from the second one on."""
@@ -162,7 +170,7 @@ class Driver:
         assert isinstance(driver, Driver)
         driver.loaders = self.loaders
         driver.measure(args, kwargs)
-        driver.say_done()
+        driver.say_done(stays=bool(driver.request.further))
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replay every point of the request on this batch."""
@@ -183,6 +191,7 @@ class Driver:
         try:
             with replay.prepared():
                 self._replay(replay, points)
+            self.replayed = True
         except NoLoss as error:
             replay.clean_up()
             self.emit("note", text=str(error), resizable=False)
@@ -247,7 +256,7 @@ class Driver:
 
     def after_step(self, engine: CoreEngine) -> None:
         """Step hook: times the script's own steps."""
-        if not self.measured or self.done or not self.request.natural_steps:
+        if not self.measured or self.timed or self.done or not self.request.natural_steps:
             return
         self._clock.mark()
         self._waits.append(self.loaders.waited - self._waited)
@@ -255,7 +264,9 @@ class Driver:
         if len(self._waits) > self.request.natural_steps:  # the first one is warm-up
             self._report_natural()
             self._report_machine(Probe(engine).read(least=NATURAL_BEATS))
-            self._finish()
+            self.timed = bool(self.request.further) and self.replayed
+            if not self.timed:
+                self._finish()
 
     def _report_natural(self) -> None:
         """The script's own steps so far; the first one is warm-up."""
@@ -276,7 +287,9 @@ class Driver:
         if self.done:
             return
         self.done = True
-        if self.measured:
+        if self.timed:
+            self.emit("done")
+        elif self.measured:
             self._report_natural()
             where = "its end" if before is None else before
             self.emit(
@@ -293,14 +306,14 @@ class Driver:
             levels[kind] = (math.sqrt(after[kind] * self._machine[kind]), max(abs(change) / 2, NATURAL_ERROR))
         self.emit("machine", phase="natural", levels=levels, drift=math.exp(max(map(abs, changes))))
 
-    def say_done(self) -> None:
-        """Everything is measured."""
+    def say_done(self, *, stays: bool = False) -> None:
+        """Everything is measured; the process ends, or ``stays`` for the next request."""
         self.done = True
         peak = self.meter.peak()
         if isinstance(self.engine.module, StageModule):  # stages differ
             peak = agree_max(self.engine, peak, partial(_largest, self.engine))
         self.emit("peak", nbytes=peak)
-        self.emit("done")
+        self.emit("done", stays=stays)
         if self._file is not None:
             self._file.close()
             self._file = None

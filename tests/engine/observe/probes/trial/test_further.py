@@ -15,7 +15,7 @@ from ds_hf.engine.observe.probes.trial import driver, further
 from ds_hf.engine.observe.probes.trial.further import Given, changed
 from ds_hf.errors import ConfigError
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file
-from tests.engine.observe.probes.trial.test_driver import Net, batch_of
+from tests.engine.observe.probes.trial.test_driver import Net, train
 from tests.helpers.distributed import run_distributed
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,8 +30,12 @@ class Ended(BaseException):
     """In the place of the end of the process."""
 
 
-def measured(folder: str, names: list[str], own: str, dtype: str) -> None:
-    """A trial of the first setting, with the others as further requests; ``own``: who makes the optimizer."""
+def measured(folder: str, names: list[str], own: str, dtype: str, natural: int = 0, trained: int = 99) -> None:
+    """A trial of the first setting, with the others as further requests; ``own``: who makes the optimizer.
+
+    Args:
+        natural: own steps of the script that the first trial times. trained: micro-steps that the script makes.
+    """
 
     def ended(code: int) -> None:
         raise Ended
@@ -48,7 +52,7 @@ def measured(folder: str, names: list[str], own: str, dtype: str) -> None:
         config.write_text(json.dumps(tree))
         TrialRequest(
             f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=4, config=str(config),
-            further=int(number < len(names) - 1),
+            further=int(number < len(names) - 1), natural_steps=0 if number else natural,
         ).write(further_file(first, number) if number else first)  # fmt: skip
     torch.manual_seed(1)
     model = Net()
@@ -66,8 +70,12 @@ def measured(folder: str, names: list[str], own: str, dtype: str) -> None:
         given["model_parameters"] = iter(groups)
     # the Trainer gives a dict that it has filled in
     engine = initialize(model=model, config=json.loads(Path(folder, f"{names[0]}.json").read_text()), **given)[0]
+    if natural and trained < 99:
+        train(engine, trained)
+        engine.events.interceptor._ended_early(None)  # as the end of the process does
+        return
     with pytest.raises(Ended):
-        engine(**batch_of(engine, 0))
+        train(engine, trained)
 
 
 def said(folder: Path, name: str) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
@@ -100,6 +108,31 @@ def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: st
         assert [point[:3] for point in points] == [point[:3] for point in expected]
         for (*_, peak), (*_, least) in zip(points, expected, strict=True):
             assert peak == pytest.approx(least, rel=0.01)
+
+
+def test_after_own_steps_of_the_script(tmp_path: Path) -> None:
+    """The user's file: its processes stay, too, and wait in the forward after the last step that was timed."""
+    run_distributed(measured, 2, str(tmp_path), ["1", "2"], "torch", "bf16", 2)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    run_distributed(measured, 2, str(alone), ["2"], "torch", "bf16")
+    (points, facts), (expected, of_its_own) = said(tmp_path, "2"), said(alone, "2")
+    assert facts == of_its_own
+    for (*size, peak), (*same, least) in zip(points, expected, strict=True):
+        assert size == same
+        assert peak == pytest.approx(least, rel=0.01)
+    first = list(map(json.loads, (tmp_path / "1.jsonl").read_text().splitlines()))
+    assert len([each for each in first if each["event"] == "step" and each["kind"] == "natural"]) == 2
+    assert first[-1]["stays"]
+    assert not json.loads((tmp_path / "2.jsonl").read_text().splitlines()[-1])["stays"]
+
+
+def test_a_script_that_is_over_by_then_does_not_stay(tmp_path: Path) -> None:
+    run_distributed(measured, 1, str(tmp_path), ["1", "2"], "torch", "bf16", 2, 6)
+    events = list(map(json.loads, (tmp_path / "1.jsonl").read_text().splitlines()))
+    assert len([each for each in events if each["event"] == "step" and each["kind"] == "natural"]) == 2
+    assert events[-1]["event"] == "done"
+    assert not events[-1].get("stays")
 
 
 def test_what_a_program_filled_in_stays() -> None:

@@ -1,0 +1,103 @@
+"""What a search does with a budget that is enough for a few launches, in worlds whose launches take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ds_hf.autotune.launches import Launches
+from ds_hf.autotune.result import Result
+from ds_hf.autotune.trial import Launch, LaunchOutcome
+from tests.autotune.conftest import KEPT
+from tests.autotune.world import World
+
+Search = Callable[..., Result]
+
+
+@dataclass
+class Timed(World):
+    """The first launch takes 49 s, others 30 s, without their starts 6 s. ``gain``: of other settings than the user's
+    stage 3, not compiled."""
+
+    steps: int = 1
+    start_seconds: float = 24.0
+    gain: float = 1.3
+
+    def launch_seconds(self, compiled: bool, points: int) -> float:
+        return 30.0 if len(self.launched) > 1 else 49.0
+
+    def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
+        return (0.1 if stage == 3 and not compiled else 0.1 / self.gain) * micro**0.5 * steps
+
+
+@pytest.fixture
+def timed(search: Search, monkeypatch: pytest.MonkeyPatch) -> Search:
+    """A search whose budget is what its launches take."""
+
+    def run(world: World, **changes: Any) -> Result:
+        monkeypatch.setattr(Launches, "left", property(lambda self: self.options.budget - world.spent))
+        free = changes.pop("tune", "zero_optimization.stage")
+        fix = (*KEPT, *({"zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing"} - {free}))
+        return search(world, tune=(free,), fix=fix, **changes)
+
+    return run
+
+
+def test_what_is_left_is_used_where_there_is_nothing_to_confirm(timed: Search) -> None:
+    """The user's file is the best so far, and what is left would be enough for two launches: they are no use yet."""
+    world = Timed()
+    result = timed(world, budget=110.0)
+    assert [launch["stage"] for launch in world.launched][:1] == [3]
+    assert len(world.launched) == 2
+    assert not result.kept
+    assert not result.trusted
+    assert "before the next turn" in result.why_not
+
+
+def test_a_setting_beside_the_users_file_needs_no_start(timed: Search) -> None:
+    """So the same budget is enough for it, and to confirm it."""
+    world = Timed()
+    result = timed(world, budget=120.0, tune="ds_hf.compile")
+    assert [launch["compiled"] for launch in world.launched] == [False, True]
+    assert world.starts == 1 + len(world.again) == 3
+    assert world.spent == 49 + 6 + 2 * 30
+    assert result.trusted
+    assert result.gain == pytest.approx(1.3)
+
+
+def test_time_for_one_launch_confirms_another_division(timed: Search) -> None:
+    """Nothing new is begun that would leave too little for it."""
+    world = Timed(steps=4, gain=1.0)
+    result = timed(world, budget=80.0)
+    assert len(world.launched) == len(world.again) == 1
+    assert result.trusted
+    assert not result.kept
+    assert "beside the launches that confirm" in result.why_stopped
+
+
+@pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 110.0, 130.0, 160.0, 200.0, 400.0])
+@pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
+@pytest.mark.parametrize("stays", [True, False])
+def test_why_it_stopped_is_true(timed: Search, budget: float, gain: float, stays: bool) -> None:
+    world = Timed(gain=gain, stays=stays)
+    spent: list[float] = []
+    run = world.run
+
+    def watched(launch: Launch, watch: Any) -> LaunchOutcome:
+        if not launch.request.events.rsplit("/", 2)[-2].startswith("again"):
+            outcome = run(launch, watch)
+            spent.append(world.spent)
+            return outcome
+        return run(launch, watch)
+
+    world.run = watched  # type: ignore[method-assign]
+    result = timed(world, budget=budget)
+    left = budget - spent[-1]
+    assert ("is spent" in result.why_stopped) == (left <= 0)
+    if len(world.launched) == 1 and result.kept:
+        assert left < 30  # which no launch could take
+    if not result.kept and not result.trusted:
+        assert budget - world.spent < 2 * 30  # which no turn could take
