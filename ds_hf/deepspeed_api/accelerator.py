@@ -438,9 +438,9 @@ class CpuAccelerator(Accelerator):
     def set_device(self, device_index: int) -> None:
         """There is only one device."""
 
-    def current_device(self) -> int:
-        """0: there is only one device."""
-        return 0
+    def current_device(self) -> torch.device:
+        """The CPU: what tensors are given as ``device``, for which an index names an accelerator."""
+        return torch.device("cpu")
 
     def current_device_name(self) -> str:
         """``"cpu"``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from enum import Enum, IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 from ds_hf.config.load import load_config
@@ -210,6 +211,13 @@ class DeepSpeedZeroConfig:
     def offload_optimizer(self) -> Any:
         """The section, ``None`` where there is none."""
         return self._section("offload_optimizer")
+
+    @property
+    def leaf_module(self) -> SimpleNamespace:
+        """Modules that are gathered as a whole: lists ``classes``, ``names``, ``name_suffixes``."""
+        return SimpleNamespace(
+            **{key: list(value) for key, value in asdict(self.settings.zero_optimization.leaf_module).items()}
+        )
 
     def _section(self, name: str) -> Any:
         there = name in self.settings.resolved.get("zero_optimization", {})

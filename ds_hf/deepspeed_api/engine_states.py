@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.files import tensors_name
 from ds_hf.config.plan import SAFE_MODULES, dtype_name
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
@@ -35,6 +36,10 @@ class StatesNames(CoreEngine):
     def _config(self) -> DeepSpeedConfig:
         """The configuration as ``deepspeed.DeepSpeedConfig``."""
         return DeepSpeedConfig.of(self.settings, self.mesh.shape.data)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | Path, tag: str, expp_rank: int = 0) -> str:
+        """The file that this process's optimizer states are in; processes of experts have no others."""
+        return str(Path(checkpoints_path) / str(tag) / tensors_name(self.mesh.world.rank))
 
     def checkpoint_on_signal(
         self,

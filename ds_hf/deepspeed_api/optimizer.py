@@ -206,7 +206,7 @@ class EngineOptimizer(ShardedOptimizer):
         self.join_masters()
         return [segment.param for _, segment in self._ordered_segments()]
 
-    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+    fp32_partitioned_groups_flat = fp32_groups_flat = single_partition_of_fp32_groups
 
     def _ordered_segments(self) -> list[tuple[GradientBuffer, Segment]]:
         pairs = [(gradient, segment) for gradient, segments in self.segments.items() for segment in segments]

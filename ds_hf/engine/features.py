@@ -108,6 +108,11 @@ FEATURES = (
         lambda e: e.settings.zero_optimization.zenflow is not None and e.optimizer is not None,
         "optim.zenflow.epochs:attach",
     ),
+    Feature(
+        "parameters without a gradient",
+        lambda e: not e.settings.zero_optimization.ignore_unused_parameters and e.optimizer is not None,
+        "observe.unused:attach",
+    ),
     Feature("packed documents", _packs, "modules.documents:attach"),
     Feature(
         "a curriculum by length",

@@ -47,6 +47,8 @@ deepspeed.runtime.activation_checkpointing.offload_activations: get_checkpoint_h
 deepspeed.runtime.activation_checkpointing.offload_activations: CheckpointActivationOffloadStats
 deepspeed.runtime.activation_checkpointing.offload_activations: patch_gradient_checkpointing_layer_marker
 deepspeed.runtime.base_optimizer: ZeROOptimizer DeepSpeedOptimizer
+deepspeed.runtime.bf16_optimizer: BF16_Optimizer
+deepspeed.runtime.fp16.fused_optimizer: FP16_Optimizer
 deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy ChunkedCausalLMLoss install_chunked_causal_lm_loss
 deepspeed.runtime.chunked_cross_entropy: BACKENDS triton_backend_available
 deepspeed.runtime.sequence_parallel.ulysses_sp: sequence_tiled_compute SequenceTiledCompute TiledMLP
@@ -362,7 +364,9 @@ def test_required_torch_version() -> None:
     assert not required(min_version=99)
     assert not required(max_version=1.13)
     assert required(max_version=torch.__version__.split("+")[0])
-    with pytest.raises(ValueError, match="one of"):
+    assert required(min_version=1.5, max_version=99)
+    assert not required(min_version=1.5, max_version=1.13)
+    with pytest.raises(ValueError, match="or both"):
         required()
 
 

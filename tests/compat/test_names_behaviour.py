@@ -41,6 +41,9 @@ def collectives() -> dict[str, Any]:
     gathered = torch.empty(2 * world, device=device)
     dist.all_gather_into_tensor(gathered, mine())
     found["all_gather_into_tensor"] = gathered.tolist()
+    numbers = torch.zeros(dist.get_world_size(), device=gathered.device)
+    dist.all_gather_into_tensor(numbers, mine()[0])  # which has no dimension
+    assert numbers.tolist() == gathered[:: mine().numel()].tolist()
     listed = [torch.empty(2, device=device) for _ in range(world)]
     dist.all_gather(listed, mine())
     found["all_gather"] = [part.tolist() for part in listed]
@@ -199,6 +202,8 @@ def test_the_tracker_keeps_its_states_apart() -> None:
 
 def kinds() -> dict[int, tuple[bool, ...]]:
     from deepspeed.runtime import DeepSpeedOptimizer, ZeROOptimizer
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -215,7 +220,17 @@ def kinds() -> dict[int, tuple[bool, ...]]:
         )
         classes = (DeepSpeedOptimizer, ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
         found[stage] = tuple(isinstance(optimizer, one) for one in classes)
+        assert not isinstance(optimizer, FP16_Optimizer)  # no 16-bit parameters
     assert not isinstance(torch.optim.AdamW(model.parameters()), DeepSpeedOptimizer)
+    for name in ("fp16", "bf16"):
+        for stage in (0, 2):
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+            config |= {name: {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+            engine, optimizer, *_ = deepspeed.initialize(model=Regressor(), config=config)
+            whole = isinstance(optimizer, FP16_Optimizer), isinstance(optimizer, BF16_Optimizer)
+            assert whole == ((stage == 0), (stage == 0 and name == "bf16"))
+            assert {flat.dtype for flat in optimizer.fp32_groups_flat} == {torch.float32}
+            assert Path(engine._get_optimizer_ckpt_name("a", "b", 0)).parent == Path("a/b")
     return found
 
 
@@ -448,6 +463,7 @@ def test_zero_section_alone() -> None:
     with pytest.raises(ValueError, match="reduce_bucket_size"):
         DeepSpeedZeroConfig(reduce_bucket_size=0)
     assert DeepSpeedZeroConfig(stage3_prefetch_bucket_size=12345).prefetch_bucket_size == 12345
+    assert DeepSpeedZeroConfig(leaf_module={"classes": "a.B", "names": ["c"]}).leaf_module.classes == ["a.B"]
     assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (0, 1, 2, 3)] == [False, False, False, True]
     plain = DeepSpeedZeroConfig(offload_param=None)
     assert (plain.stage, plain.offload_param, plain.offload_optimizer) == (0, None, None)

@@ -187,8 +187,13 @@ def test_sparse_tensor() -> None:
     torch.testing.assert_close(rows.to_coo_tensor().to_dense(), 2 * embedding.weight.grad.to_dense())
     with pytest.raises(AssertionError, match=r"\[4, 3\]"):
         rows.add(SparseTensor(torch.ones(4, 3).to_sparse(1)))
-    with pytest.raises(AssertionError, match="sparse"):
-        SparseTensor(torch.ones(2, 2))
+    matrix = torch.tensor([[0.0, 0.0], [1.0, -1.0], [0.0, 2.0]])  # a row may add up to zero
+    dense = SparseTensor(matrix)
+    assert dense.indices is not None
+    assert (dense.indices.tolist(), dense.is_sparse) == ([1, 2], False)
+    torch.testing.assert_close(dense.to_dense(), matrix)
+    dense.add(dense)
+    torch.testing.assert_close(dense.to_dense(), 2 * matrix)
     empty = SparseTensor()
     assert (empty.indices, empty.values, empty.dense_size) == (None, None, None)
     empty.indices, empty.values, empty.dense_size = torch.tensor([0]), torch.ones(1, 2), [2, 2]

@@ -95,7 +95,7 @@ def _remove_stale(module: StageModule, folder: str, local_index: int) -> None:
     stale = [path for path in _files_of(folder, layer) if path.name not in names]
     for path in Path(folder).glob("layer_*-*model_states.pt"):
         number = re.match(r"layer_(\d+)-", path.name)
-        if number is not None and int(number[1]) >= module.num_layers:
+        if number is not None and int(number[1]) >= module.layer_count:
             stale.append(path)
     for path in stale:
         path.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def _check_one_save(module: StageModule, folder: str) -> None:
 def _saves(module: StageModule, folder: str) -> dict[str, Path]:
     """What the saves are called of which there are files, each with one of them."""
     known: dict[str, Path] = {}
-    for layer in range(module.num_layers):
+    for layer in range(module.layer_count):
         for path in _files_of(folder, layer):
             stamp = _stamp_of(path)
             try:

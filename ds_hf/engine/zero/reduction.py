@@ -158,7 +158,9 @@ class Reducer:
             DsHfError: one such block is inside another.
         """
         if self.suspended:
-            raise DsHfError(f"{who} inside no_sync() or coalesce_grad_reduction(): nothing is reduced in there already")
+            raise DsHfError(
+                f"{who} nested in no_sync() or coalesce_grad_reduction(): nothing is reduced in there already"
+            )
         self.suspended = True
         try:
             yield

@@ -194,3 +194,18 @@ def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     assert "GPT2LMHeadModel: it has no base_model_pp_plan" in plan
     assert "GraniteModel computes with hidden states outside of its layers" in scaled
     assert "give a model, a configuration, or a folder of transformers, not Linear" in other
+
+
+class Stack(PipelineModule):
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers  # before torch's own __init__, as plain values may be
+        super().__init__(layers=[torch.nn.Linear(4, 4) for _ in range(num_layers)], num_stages=1)
+
+
+def _stack() -> tuple[int, int]:
+    stack = Stack(3)
+    return stack.num_layers, len(stack.forward_funcs)
+
+
+def test_subclasses_may_have_a_number_of_layers_of_their_own() -> None:
+    assert run_distributed(_stack, 1, timeout=30) == [(3, 3)]

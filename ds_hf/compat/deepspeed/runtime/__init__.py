@@ -3,6 +3,7 @@
 from . import (
     activation_checkpointing,
     base_optimizer,
+    bf16_optimizer,
     checkpoint_engine,
     chunked_cross_entropy,
     comm,
@@ -27,6 +28,7 @@ __all__ = [
     "ZeROOptimizer",
     "activation_checkpointing",
     "base_optimizer",
+    "bf16_optimizer",
     "checkpoint_engine",
     "chunked_cross_entropy",
     "comm",

@@ -47,3 +47,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 def shards_parameters(optimizer: ShardedOptimizer) -> bool:
     """Whether the parameters lie in shards, and not the states alone."""
     return any(buffer.sharded for buffer in optimizer.masters)
+
+
+def keeps_whole_masters(optimizer: ShardedOptimizer) -> bool:
+    """Whether each process has the masters of all parameters, beside 16-bit ones."""
+    return optimizer.whole and any(buffer.dtype.itemsize == 2 for buffer in optimizer.masters)

@@ -15,16 +15,13 @@ class SparseTensor:
     """Some rows of a dense tensor.
 
     Args:
-        dense_tensor: a sparse COO tensor whose first dimension is the sparse one; ``None`` for an empty holder, to fill
-            by hand.
+        dense_tensor: a sparse COO tensor whose first dimension is the sparse one, or a matrix, of which the rows count
+            that are not zero; ``None`` for an empty holder, to fill by hand.
 
     Attributes:
         indices: numbers of the rows, ``[rows]``; they ascend and differ until something is added.
         values: the rows, ``[rows, ...]``.
         dense_size: shape of the whole, as a list.
-
-    Raises:
-        AssertionError: the tensor is not sparse.
     """
 
     def __init__(self, dense_tensor: Tensor | None = None) -> None:
@@ -34,13 +31,20 @@ class SparseTensor:
         self.dense_size: list[int] | None = None
         if dense_tensor is None:
             return
-        if not dense_tensor.is_sparse:
-            raise AssertionError("SparseTensor takes a sparse tensor, such as the gradient of Embedding(sparse=True)")
-        self.is_sparse = True
+        self.is_sparse = dense_tensor.is_sparse
         self.dtype = dense_tensor.dtype
-        rows = dense_tensor.coalesce()
-        self.indices, self.values = rows.indices().flatten(), rows.values()
-        self.dense_size = list(rows.size())
+        self.dense_size = list(dense_tensor.size())
+        if self.is_sparse:
+            rows = dense_tensor.coalesce()
+            self.indices, self.values = rows.indices().flatten(), rows.values()
+        else:
+            self.indices = dense_tensor.flatten(1).any(dim=1).nonzero().flatten()
+            self.values = dense_tensor[self.indices]
+
+    def to_dense(self) -> Tensor:
+        """The whole; rows that are there twice add up."""
+        indices, values, size = self._held()
+        return values.new_zeros(size).index_add_(0, indices, values)
 
     def to_coo_tensor(self) -> Tensor:
         """As a sparse tensor of torch; rows that are there twice add up when it is made dense."""

@@ -9,10 +9,9 @@ __all__ = ["required_torch_version"]
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch is of ``min_version`` or later, or of ``max_version`` or earlier; release numbers are compared."""
-    if (min_version is None) == (max_version is None):
-        raise ValueError("required_torch_version() takes one of min_version and max_version")
+    """Whether torch is of ``min_version`` or later, and of ``max_version`` or earlier; release numbers are compared."""
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version() takes min_version, max_version or both")
     release = Version(Version(torch.__version__).base_version)
-    if min_version is not None:
-        return release >= Version(str(min_version))
-    return release <= Version(str(max_version))
+    late = min_version is None or release >= Version(str(min_version))
+    return late and (max_version is None or release <= Version(str(max_version)))

@@ -410,7 +410,7 @@ class StageModule(nn.Module):
         return self._division.stage_of(self._num_layers - 1)
 
     @property
-    def num_layers(self) -> int:
+    def layer_count(self) -> int:
         """Of all stages together."""
         return self._num_layers
 

@@ -1,5 +1,5 @@
 """``deepspeed.runtime.fp16``."""
 
-from . import loss_scaler, onebit
+from . import fused_optimizer, loss_scaler, onebit
 
-__all__ = ["loss_scaler", "onebit"]
+__all__ = ["fused_optimizer", "loss_scaler", "onebit"]
