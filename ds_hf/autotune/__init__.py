@@ -22,7 +22,7 @@ __all__ = ["run_from_deepspeed", "tune", "tuned_config"]
 
 
 def tune(
-    what: Sequence[str] | Callable[..., object],
+    what: str | Sequence[str] | Callable[..., object],
     config: str | Path | Mapping[str, Any] | None = None,
     *,
     options: Options | None = None,
@@ -37,13 +37,13 @@ def tune(
             of its own.
         config: of a function: a file, a preset, or a dict; a command line names its own.
         show: print what happens, as the command does.
-        changes: fields of ``Options`` by name.
+        changes: fields of ``Options`` by name, or by that of the command line; texts as there (``budget="10m"``).
 
     Raises:
         ConfigError: the function cannot be called in other processes, or the configuration or an option is wrong.
         TuneError: what is tuned fails by itself, or never trains; ``tail`` is the end of its output.
     """
-    import dataclasses
+    import shlex
 
     from rich.console import Console
 
@@ -51,7 +51,7 @@ def tune(
     from ds_hf.autotune.run import tune as run
     from ds_hf.errors import ConfigError
 
-    asked = dataclasses.replace(options or Options(), **changes)
+    asked = (options or Options()).changed(**changes)
     console = Console() if show else None
     if callable(what):
         from ds_hf.autotune.function import tune_function
@@ -59,7 +59,7 @@ def tune(
         return tune_function(what, config, asked, console)
     if config is not None:
         raise ConfigError("a command line names its configuration itself: tune([..., '--deepspeed', 'ds_config.json'])")
-    return run(what, asked, console)
+    return run(shlex.split(what) if isinstance(what, str) else what, asked, console)
 
 
 def run_from_deepspeed(mode: str, command: list[str]) -> int:

@@ -174,34 +174,30 @@ def autotune_command(
     your file leaves out or has as "auto" may change; those that it sets stay, unless --tune names them; a preset's may
     change.
     """
-    from ds_hf.autotune.options import GOALS, Options, nbytes_of, seconds_of
+    from ds_hf.autotune.options import Options
 
     def options() -> Options:
-        if goal not in GOALS:
-            raise ConfigError(f"unknown goal {goal!r}: {', '.join(GOALS)}")
-        if goal == "cost" and price is None:
-            raise ConfigError("--goal cost needs --price, of an hour of one device")
         low, high = _interval(batch) if batch else (None, None)
         low_micro, high_micro = _interval(micro)
-        return Options(
+        return Options().changed(
             results_dir=results_dir,
-            budget=seconds_of(budget),
+            budget=budget,
             trials=trials,
-            metric=GOALS[goal],
+            metric=goal,
             price=price,
             length_option=length_option,
             patience=patience,
-            tune=tuple(tune),
-            fix=tuple(fix),
+            tune=tune,
+            fix=fix,
             low_batch=low,
             high_batch=high,
             low_micro=low_micro,
             high_micro=high_micro,
-            memory_limit=nbytes_of(memory_limit) if memory_limit else None,
+            memory_limit=memory_limit,
             processes=processes,
-            launcher=tuple(shlex.split(launcher or "")),
-            trial_timeout=seconds_of(trial_timeout),
-            stall_timeout=seconds_of(stall_timeout),
+            launcher=launcher or "",
+            trial_timeout=trial_timeout,
+            stall_timeout=stall_timeout,
             seed=seed,
             overwrite=overwrite,
             confirm=confirm,

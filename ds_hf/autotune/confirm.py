@@ -76,10 +76,19 @@ class Contest:
         self._again: dict[Key, list[LaunchOutcome]] = {}
 
     def ranked(self) -> list[Contestant]:
-        """All that was measured and did not fail since, the best first."""
-        records = self.search.launched()
+        """All that was measured and did not fail since, the best first.
+
+        Bytes, samples and lengths have no intervals: there another setting than the user's must be better by
+        ``LEAST_GAIN``, and not by the noise of what decides between equal ones.
+        """
+        records, own = self.search.launched(), self.search.own.key
         found = [self._contestant(record, point) for record in records for point in record.points]
-        return sorted((c for c in found if c.key not in self.failed), key=lambda c: c.estimate.seconds)
+        least = 1.0 if self.search.options.metric.is_timed else LEAST_GAIN
+
+        def order(each: Contestant) -> float:
+            return each.estimate.seconds * (1.0 if each.record.key == own else least)
+
+        return sorted((c for c in found if c.key not in self.failed), key=order)
 
     def own(self) -> Contestant | None:
         """The user's file; ``None`` when that could not be measured."""

@@ -32,7 +32,7 @@ def search_from_script(config: str, changes: dict[str, Any]) -> str:
     Raises:
         TuneError: the search failed, on every process.
     """
-    options = Options(**changes)
+    options = Options().changed(**changes)
     folder = options.results_dir
     tuned, failed, last = folder / TUNED, folder / FAILED, folder / REPORT
     if last.exists() and not options.overwrite:

@@ -67,7 +67,11 @@ def check_length(command: Command, events: dict[str, Any]) -> int:
 
 
 def positions_warning(events: dict[str, Any], tokens: int) -> list[str]:
-    """That a model has not seen so many positions, where it says how many it was made for."""
+    """That a model has no more positions, or has not seen so many, where it says how many it was made for."""
+    if tokens == (events.get("length") or {}).get("most"):
+        return [
+            f"{tokens:,} tokens are all that the model's table of positions has: that is the limit, and not memory."
+        ]
     config = ((events.get("facts") or {}).get("model") or {}).get("config") or {}
     places = (config.get("text_config") or config).get("max_position_embeddings")
     if not isinstance(places, int) or tokens <= places:

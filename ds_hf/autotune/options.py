@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -47,6 +49,15 @@ class Metric(str, Enum):
 
 # What a person wants, by what is measured. On devices that are given, the fastest file is the cheapest.
 GOALS = {**{metric.value: metric for metric in Metric}, "tokens": Metric.THROUGHPUT, "cost": Metric.THROUGHPUT}
+
+# Names of the command line, by those here.
+NAMED = {
+    "goal": "metric",
+    "output": "results_dir",
+    "force": "overwrite",
+    "device_memory": "memory_limit",
+    "num_gpus": "processes",
+}
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,43 @@ class Options:
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "results_dir", Path(self.results_dir))  # texts do as well
-        object.__setattr__(self, "metric", Metric(self.metric))
+        """Texts do as well, as on the command line.
+
+        Raises:
+            ConfigError: one of them says nothing.
+        """
+        if not isinstance(self.metric, Metric) and self.metric not in GOALS:
+            raise ConfigError(f"unknown goal {self.metric!r}: {', '.join(GOALS)}")
+        if self.metric == "cost" and self.price is None:
+            raise ConfigError("--goal cost needs --price, of an hour of one device")
+        readers: dict[str, Callable[[Any], Any]] = {
+            "results_dir": Path,
+            "metric": lambda goal: goal if isinstance(goal, Metric) else GOALS[goal],
+            "memory_limit": lambda amount: nbytes_of(amount) if isinstance(amount, str) else amount,
+            **dict.fromkeys(("tune", "fix"), lambda keys: (keys,) if isinstance(keys, str) else tuple(keys)),
+            "launcher": lambda words: tuple(shlex.split(words) if isinstance(words, str) else words),
+            **dict.fromkeys(
+                ("budget", "trial_timeout", "stall_timeout"),
+                lambda seconds: seconds_of(seconds) if isinstance(seconds, str) else seconds,
+            ),
+        }
+        for name, read in readers.items():
+            object.__setattr__(self, name, read(getattr(self, name)))
+
+    def changed(self, **changes: Any) -> Options:
+        """These with others, by the names of fields or of the command line (``NAMED``).
+
+        Raises:
+            ConfigError: there is none of a name, or a value says nothing.
+        """
+        values = {NAMED.get(name, name): value for name, value in changes.items()}
+        known = [each.name for each in dataclasses.fields(self)]
+        for name in values:
+            if name not in known:
+                close = difflib.get_close_matches(name, [*known, *NAMED], 1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                raise ConfigError(f"a search has no option {name!r}: {hint}")
+        return dataclasses.replace(self, **values)
 
     def with_section(self, config: Config) -> Options:
         """These options under what the user wrote in ``autotuning``: values there win over defaults only."""

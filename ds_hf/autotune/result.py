@@ -38,7 +38,7 @@ class NothingFits(DsHfError):
     """No setting could be measured."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """The end of a search.
 
@@ -78,6 +78,17 @@ class Result:
     workers: int | None = None
     learning_rate: LrResult | None = None
     paths: dict[str, Path] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """In a line, for notebooks: what is there to read is above."""
+        record, point = self.best
+        gain = (
+            "the user's file is kept"
+            if self.kept
+            else f"{self.gain:.2f} x" + ("" if self.trusted else ", not confirmed")
+        )
+        size = f"micro-batch {point.micro} x {point.accumulation}"
+        return f"<Result: {record.label}, {size}, {gain}; {self.paths.get('config', 'nothing written')}>"
 
     @property
     def table(self) -> list[dict[str, str]]:

@@ -271,7 +271,7 @@ def _prepare_folder(problem: Problem) -> bool:
         if different:
             raise ConfigError(
                 f"{folder} holds a search of something else ({', '.join(different)} differ): "
-                f"--force starts again, or {fix}"
+                f"--force starts again (from Python force=True), or {fix}"
             )
         return (folder / JOURNAL).exists()
     if any(folder.iterdir()) and not (folder / JOURNAL).exists() and any(folder.glob("trials/*")):

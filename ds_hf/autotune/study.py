@@ -46,6 +46,7 @@ LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
+BYTES_DOUBT = 0.05  # of a predicted peak, as the standard deviation of its logarithm
 TIE = 1e-6  # what a second a sample counts where samples at once do
 MANY = 1 << 62  # tokens
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
@@ -100,6 +101,9 @@ class Search:
         self._tell_up_front()
         if own is None:
             own = self._measure_own()
+        else:
+            made = counted(len(self.launched()), "launch", "launches")
+            self.view.say(f"the search in {self.options.results_dir} goes on, after {made}")
         self.own = own
         if self.launches.seeks_length:
             self.tokens = check_length(self.command, own.events)
@@ -206,11 +210,14 @@ class Search:
         confirms = min(after, max(0, int((left - sum(takes[:count])) / max(each, 1e-3))))
         text = f"a launch takes some {duration(each)}"
         text += f", a setting in processes that are there some {duration(takes[0])}" if beside else ""
-        text += f"; the {duration(left)} that are left are enough for {counted(count, 'setting', 'settings')}"
-        text += f", and {counted(confirms, 'launch', 'launches')} to confirm the best" if confirms else ""
+        enough = [f"for {counted(count, 'setting', 'settings')}"] if count else []
+        enough += [f"for {counted(confirms, 'launch', 'launches')} to confirm the best"] if confirms else []
+        text += f"; the {duration(left)} that are left are "
+        text += f"enough {' and '.join(enough)}" if enough else "too little for one"
         if whole > left and takes:
+            count_of_all = f"all {len(takes)} settings" if len(takes) > 1 else "the one setting"
             minutes = math.ceil((self.options.budget - self.left + whole) / 60)
-            text += f"; --budget {minutes}m is enough for all {len(takes)} settings that may gain"
+            text += f"; --budget {minutes}m is enough for {count_of_all} that may gain"
         return text
 
     def _choose(self) -> Setting | None:
@@ -325,11 +332,18 @@ class Search:
             sizes = self._sizes(setting)
             if sizes:
                 expected = min(self._predicted_cost(setting, *size) for size in sizes)
-                doubt = self.model.predict(setting, *sizes[0]).spread if self.options.metric.is_timed else 0.05
+                doubt = self._doubt(setting, sizes[0])
                 works = self._chance_to_work(setting)
                 found.append((works * expected_gain(best / expected, doubt), expected / works, setting))
         found.sort(key=lambda item: (-item[0], item[1]))
         return [(gain, setting) for gain, _, setting in found]
+
+    def _doubt(self, setting: Setting, size: tuple[int, int]) -> float:
+        """Of a predicted cost, as the standard deviation of its logarithm."""
+        if self.options.metric.is_timed:
+            return self.model.predict(setting, *size).spread
+        limited = self.launches.seeks_length and self.longest(setting) == self.own.events["length"].get("most")
+        return 0.0 if limited else BYTES_DOUBT  # what the model's table limits is known
 
     def _hopeful(self, ranked: list[tuple[float, Setting]]) -> list[tuple[float, Setting]]:
         """Those of which enough gain is expected."""

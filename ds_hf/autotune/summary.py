@@ -63,7 +63,7 @@ def headline(search: Search, result: Result) -> str:
 def _longest(search: Search, result: Result) -> str:
     """The length, and the file that trains it."""
     tokens, own = result.best[1].length, result.own
-    name = f"your own file, {search.command.config}," if result.kept else str(search.options.results_dir / TUNED)
+    name = f"your own file ({search.command.config})" if result.kept else str(search.options.results_dir / TUNED)
     beside = "" if result.kept else f", where your file holds {own.length:,}" if own else ", and your file does not fit"
     sure = "confirmed" if result.trusted else f"not confirmed ({result.why_not})"
     return f"Sequences of {tokens:,} tokens fit with {name}{beside}: {sure}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -101,6 +101,28 @@ def test_the_longest_of_all_settings(
     assert "Time against length" in report
     assert "the model was made for 1,024" in (folder / "summary.txt").read_text()
     assert len(world.launched) < 8  # by the memory model, not by trying each
+
+
+def test_a_table_of_positions_is_the_limit(
+    search: Search, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the user's file holds as many, no other can hold more, and none is launched."""
+    monkeypatch.delattr(TracedAhead, "on_event")
+
+    class Tabled(Telling):
+        said: ClassVar = {"own": OWN, "step": STEP, "most": OWN + STEP}
+
+        def longest(self, stage: int, checkpointing: bool, micro: int) -> int:
+            return min(super().longest(stage, checkpointing, micro), OWN + STEP)
+
+    world = Tabled(memory=100_000 * MIB)
+    words += ["--max_length", str(OWN)]
+    result = search(world, metric=Metric.LENGTH, memory_limit=world.memory)
+    assert result.best[1].length == OWN + STEP
+    assert len(world.launched) == 1
+    assert "all that the model's table of positions has" in (tmp_path / "results" / "summary.txt").read_text()
+    said = f"fit with your own file ({words[words.index('--deepspeed') + 1]}): confirmed"
+    assert said in without_breaks((tmp_path / "results" / "report.html").read_text())
 
 
 @needs_chromium

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -182,3 +183,24 @@ def test_sizes_keep_the_global_batch() -> None:
     assert points(Options(fix=("train_micro_batch_size_per_gpu",)), 4, (3, 4)) == [(3, 4)]
     for micro, steps in points(Options(low_batch=40, high_batch=70), 4, (3, 4)):
         assert 40 <= micro * steps * 4 <= 70
+
+
+def test_options_take_the_texts_and_names_of_the_command_line() -> None:
+    given = Options().changed(
+        budget="10m", goal="tokens", output="here", device_memory="2GiB", tune="ds_hf.compile", force=True,
+        launcher="srun -N 2",
+    )  # fmt: skip
+    assert given == Options(
+        budget=600.0, results_dir=Path("here"), memory_limit=2**31, tune=("ds_hf.compile",), overwrite=True,
+        launcher=("srun", "-N", "2"),
+    )  # fmt: skip
+    assert Options(metric=Metric.MEMORY).changed(goal="cost", price=2.5).metric is Metric.THROUGHPUT
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"bugdet": 30}, "did you mean budget"),
+        ({"goal": "fast"}, "unknown goal 'fast': throughput, "),
+        ({"goal": "cost"}, "needs --price"),
+        ({"budget": "soon"}, "not a valid duration"),
+    ]
+    for changes, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            Options().changed(**changes)

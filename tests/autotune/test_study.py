@@ -257,6 +257,23 @@ def test_budget_and_trials_are_limits(search: Search) -> None:
     assert "2 launches" in result.why_stopped
 
 
+def test_another_setting_is_no_larger_batch_for_being_faster(search: Search) -> None:
+    """Memory is no limit, so every stage holds as many samples: the user's stays."""
+    world = World(memory=100_000 * MIB)
+    result = search(world, metric=Metric.BATCH, memory_limit=world.memory, high_micro=64, tune=("ds_hf.compile",))
+    assert len(world.launched) > 1
+    assert result.best[1].micro == 64
+    assert result.best[0].own
+    assert "ds_hf.compile" not in {change.key for change in result.changes}
+
+
+def test_a_result_is_a_line_in_a_notebook(search: Search) -> None:
+    said = repr(search(World(), trials=2))
+    assert said.count("\n") == 0
+    assert len(said) < 300
+    assert "ds_config.tuned.json" in said
+
+
 def test_unwritable_folder(search: Search, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write into"):
