@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import Enum, IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ds_hf.config.load import load_config
 from ds_hf.config.types.precision import BF16Section, FP16Section
 from ds_hf.config.types.root import Config
 from ds_hf.deepspeed_api.monitor_config import DeepSpeedMonitorConfig
+from ds_hf.dtypes import torch_dtype
+from ds_hf.errors import ConfigError
 
 __all__ = [
     "DeepSpeedBF16Config",
@@ -132,6 +139,18 @@ class DeepSpeedConfig:
         return self.settings.bf16.enabled
 
     @property
+    def param_dtype(self) -> torch.dtype | None:
+        """``data_types.param_dtype``, ``None`` where the file leaves it open."""
+        found: torch.dtype | None = torch_dtype(self.settings.data_types.param_dtype)
+        return found
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """``data_types.buffer_dtype``, ``None`` where the file leaves it open."""
+        found: torch.dtype | None = torch_dtype(self.settings.data_types.buffer_dtype)
+        return found
+
+    @property
     def optimizer_name(self) -> str | None:
         return None if self.settings.optimizer is None else self.settings.optimizer.type.lower()
 
@@ -172,13 +191,14 @@ class DeepSpeedZeroConfig:
         strict: "auto" is refused; otherwise it counts as absent.
 
     Raises:
-        ConfigError: a setting is wrong; it is a ``ValueError``.
+        ConfigError: a setting is wrong; it is a ``ValueError``. pydantic's ``ValidationError`` where that is imported.
     """
 
     def __init__(self, strict: bool = False, **values: Any) -> None:
         given = {key: value for key, value in values.items() if value is not None}
         whole = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **given}}  # a stage that may have anything
-        settings = load_config(whole, allow_auto=not strict, check_batch=False)
+        with _as_of_pydantic("zero_optimization"):
+            settings = load_config(whole, allow_auto=not strict, check_batch=False)
         section = replace(settings.zero_optimization, stage=given.get("stage", 0))
         self.settings = replace(settings, zero_optimization=section)
 
@@ -228,7 +248,7 @@ class DeepSpeedFP16Config(FP16Section):
     """The section ``fp16`` alone, checked; ``strict`` refuses "auto", which otherwise counts as absent.
 
     Raises:
-        ConfigError: a setting is wrong; it is a ``ValueError``.
+        ConfigError: a setting is wrong; it is a ``ValueError``. pydantic's ``ValidationError`` where that is imported.
     """
 
     def __init__(self, strict: bool = False, **values: Any) -> None:
@@ -253,7 +273,7 @@ class DeepSpeedBF16Config(BF16Section):
     """The section ``bf16`` alone, checked; ``strict`` refuses "auto", which otherwise counts as absent.
 
     Raises:
-        ConfigError: a setting is wrong; it is a ``ValueError``.
+        ConfigError: a setting is wrong; it is a ``ValueError``. pydantic's ``ValidationError`` where that is imported.
     """
 
     def __init__(self, strict: bool = False, **values: Any) -> None:
@@ -273,7 +293,22 @@ def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
 
 def _checked(name: str, values: dict[str, Any], strict: bool) -> Config:
     whole = {"zero_optimization": {"stage": 2}, name: values}  # a stage that may have anything
-    return load_config(whole, allow_auto=not strict, check_batch=False)
+    with _as_of_pydantic(name):
+        return load_config(whole, allow_auto=not strict, check_batch=False)
+
+
+@contextmanager
+def _as_of_pydantic(section: str) -> Iterator[None]:
+    """Where a script has pydantic, it catches that one's error of a section, since DeepSpeed's are models of it."""
+    try:
+        yield
+    except ConfigError as error:
+        core: Any = sys.modules.get("pydantic_core")
+        if core is None:
+            raise
+        told = [core.PydanticCustomError("ds_hf", "{fault}", {"fault": str(fault)}) for fault in error.faults]
+        wrong = [{"type": one, "loc": (section,), "input": None} for one in told]
+        raise core.ValidationError.from_exception_data(section, wrong) from error
 
 
 def _fields(settings: Any) -> str:

@@ -75,6 +75,11 @@ class OpBuilder:
         """The operation's full name."""
         return f"deepspeed.ops.{self.NAME}_op"
 
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """(0, 0): ds_hf runs on CUDA and on CPUs."""
+        return 0, 0
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the operation is here."""
         return self.op.here

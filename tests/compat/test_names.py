@@ -79,6 +79,7 @@ deepspeed.runtime.zero.muon.original_muon: muon_update adam_update zeropower_via
 deepspeed.runtime.zero.muon.original_muon: zeropower_via_gram_newtonschulz
 deepspeed.runtime.zero.utils: is_zero_param is_zero_supported_optimizer ZeRORuntimeException
 deepspeed.runtime.zero.tiling: TiledLinear TiledLinearReturnBias
+deepspeed.runtime.zenflow.zenflow_config: ZenFlowConfig
 deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live DeepSpeedZeroOptimizer_Stage3
 deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_cold
 deepspeed.runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live DeepSpeedZeroOptimizer

@@ -247,6 +247,8 @@ def test_isinstance_tells_the_stage_of_an_optimizer() -> None:
 
 def test_deepspeed_config_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    types = deepspeed.DeepSpeedConfig({"train_batch_size": 2, "data_types": {"buffer_dtype": "bf16"}})
+    assert (types.param_dtype, types.buffer_dtype) == (None, torch.bfloat16)
     config = deepspeed.DeepSpeedConfig(
         {
             "train_batch_size": 8,
@@ -453,6 +455,7 @@ def test_whether_a_parameter_is_sharded() -> None:
 
 
 def test_zero_section_alone() -> None:
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
     from deepspeed.runtime.zero.config import (
         DeepSpeedZeroConfig,
         DeepSpeedZeroOffloadOptimizerConfig,
@@ -465,6 +468,9 @@ def test_zero_section_alone() -> None:
     assert DeepSpeedZeroConfig(stage3_prefetch_bucket_size=12345).prefetch_bucket_size == 12345
     assert DeepSpeedZeroConfig(leaf_module={"classes": "a.B", "names": ["c"]}).leaf_module.classes == ["a.B"]
     assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (0, 1, 2, 3)] == [False, False, False, True]
+    flow = DeepSpeedZeroConfig(stage=2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.3}).zenflow
+    assert isinstance(flow, ZenFlowConfig)
+    assert flow.topk_ratio == 0.3
     plain = DeepSpeedZeroConfig(offload_param=None)
     assert (plain.stage, plain.offload_param, plain.offload_optimizer) == (0, None, None)
     assert isinstance(DeepSpeedZeroConfig(cpu_offload_param=True).offload_param, DeepSpeedZeroOffloadParamConfig)

@@ -30,12 +30,14 @@ from deepspeed.runtime.precision_config import (
 )
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.utils import partition_balanced
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.numa import get_numa_cores, parse_range, parse_range_list
 from deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
     get_optim_files,
 )
+from pydantic import ValidationError
 from torch import nn
 
 from ds_hf.deepspeed_api.accelerator import CpuAccelerator
@@ -108,6 +110,10 @@ def test_precision_sections() -> None:
     ):
         with pytest.raises(ValueError, match="fp16"):
             DeepSpeedFP16Config(**wrong)
+    with pytest.raises(ValidationError, match="loss_scale: -1 is too small"):  # a script may expect pydantic's models
+        DeepSpeedFP16Config(loss_scale=-1)
+    with pytest.raises(ValidationError, match="offload_optimizer"):
+        DeepSpeedZeroConfig(offload_optimizer="{cpu}")
     assert DeepSpeedFP16Config(enabled=True, loss_scale=8, loss_scale_window=-1).loss_scale_window == -1
     assert DeepSpeedFP16Config(strict=False, enabled="auto") == DeepSpeedFP16Config()
     with pytest.raises(ValueError, match="auto"):

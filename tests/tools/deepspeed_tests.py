@@ -7,6 +7,8 @@ is changed or kept: its ``tests`` are copied to a temporary folder. There
 
 - what a file imports from DeepSpeed and ds_hf does not have becomes an object that fails when it is used, so that the
   other tests of the file run; tests that use it are *internals*, and not counted as failed;
+- of other failures ``deepspeed_tests.txt`` says what is known: *choice* (ds_hf does otherwise on purpose), *wording*
+  (the same error in other words), *internals*, *needs* (a GPU, the net or a package);
 - a machine without accelerators may have any number of processes (DeepSpeed skips tests of more than it has sockets),
   models that are compared with torch's DDP lie on the CPU, and the model from the net is a small one;
 - a test that hangs ends with its file's processes, and those behind it run.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import functools
 import importlib
 import json
 import os
@@ -33,12 +36,24 @@ from typing import Any
 __all__ = ["Outcome", "adapt", "run_files", "summarise"]
 
 ROOT = Path(__file__).parents[2]
+KNOWN = Path(__file__).with_suffix(".txt")
 INTERNAL = "not in ds_hf, and an internal of DeepSpeed: "
 # What a failure says that comes of a name which ds_hf has not.
 _ABSENT = re.compile(
     rf"{INTERNAL}|there is no deepspeed\.\S+ in DeepSpeed|ds_hf does not provide deepspeed\."
     r"|<module 'deepspeed\.[^>]*> (has no|does not have the) attribute"
 )
+
+# Kinds of failures by what they say; the others are those of ``deepspeed_tests.txt``.
+_SAID = {
+    "internals": re.compile(rf"{_ABSENT.pattern}|has (no|an) attribute '_[a-z]"),
+    "wording": re.compile(r"^E\s+.*Regex pattern did not match", re.M),
+    "needs": re.compile(
+        r"NCCL >= |not compiled with CUDA|couldn't connect to 'http|torch\.cpu' has no attribute"
+        r"|No module named '(?!deepspeed|ds_hf)|Allocated memory .* should decrease after offload"
+    ),
+}
+_KINDS = ("passed", "failed", "choice", "wording", "internals", "needs", "skipped", "unfinished")
 
 _PLUGIN = f'''
 
@@ -60,15 +75,19 @@ import builtins
 builtins._ds_hf_absent = _absent
 '''
 
+# What a test's processes have from the start, so that they begin in a moment, and collect only what they made.
+_PRELOAD = """
+import torch, deepspeed, unit.common, unit.simple_model, torch._dynamo, torch.onnx, torch.distributed.tensor, gc
+import torch.distributed._shard.sharded_tensor, ds_hf.engine.builder, ds_hf.engine.features
+gc.collect()
+gc.freeze()
+"""
+
 _BERT = '__import__("transformers").BertModel(__import__("transformers").BertConfig(num_hidden_layers=1))'
 
 _REPORTS = """
 import multiprocessing
-multiprocessing.set_forkserver_preload(  # a test's processes then start in a moment
-    ["torch", "deepspeed", "unit.common", "unit.simple_model", "torch._dynamo", "torch.onnx"]
-    + ["torch.distributed.tensor", "torch.distributed._shard.sharded_tensor"]
-    + ["ds_hf.engine.builder", "ds_hf.engine.features"]
-)
+multiprocessing.set_forkserver_preload(["ds_hf_preload"])
 
 
 def _report(name, what, text=""):
@@ -100,7 +119,7 @@ def pytest_collection_modifyitems(items):
 
 
 class Outcome(collections.Counter[str]):
-    """Counts of ``passed``, ``failed``, ``internals``, ``skipped`` and ``unfinished``, and what failures said.
+    """Counts of ``_KINDS``, and what failures said.
 
     Attributes:
         reasons: one line of each failure, by name of the test.
@@ -113,6 +132,7 @@ class Outcome(collections.Counter[str]):
 
 def adapt(tests: Path) -> None:
     """Change a copy of DeepSpeed's folder ``tests``, see the top of the module."""
+    (tests / "ds_hf_preload.py").write_text(_PRELOAD)
     conftest = tests / "conftest.py"
     conftest.write_text((conftest.read_text() if conftest.exists() else "") + _PLUGIN + _REPORTS)
     for path in sorted(tests.rglob("*.py")):
@@ -273,11 +293,25 @@ def summarise(reports: str) -> Outcome:
         name, what, text = json.loads(line)
         if what == "started":
             continue
-        internal = what == "failed" and _ABSENT.search(text) is not None
-        outcome["internals" if internal else what] += 1
+        outcome[_kind(name, text) if what == "failed" else what] += 1
         if what == "failed":
             outcome.reasons[name.partition("::")[2] or name] = _reason(text)
     return outcome
+
+
+def _kind(name: str, text: str) -> str:
+    """Of a failed test."""
+    for kind, pattern in _SAID.items():
+        if pattern.search(text):
+            return kind
+    return next((kind for kind, pattern in known() if pattern.search(name)), "failed")
+
+
+@functools.cache
+def known() -> list[tuple[str, re.Pattern[str]]]:
+    """Of each line of ``deepspeed_tests.txt`` the kind, and the pattern of names."""
+    lines = [line.partition("#")[0].split() for line in KNOWN.read_text().splitlines()]
+    return [(line[0], re.compile(line[1])) for line in lines if line]
 
 
 def _reason(text: str) -> str:
@@ -289,14 +323,7 @@ def _reason(text: str) -> str:
 
 
 def _counts(outcome: Outcome) -> str:
-    return (
-        ", ".join(
-            f"{outcome[kind]} {kind}"
-            for kind in ("passed", "failed", "internals", "skipped", "unfinished")
-            if outcome[kind]
-        )
-        or "nothing"
-    )
+    return ", ".join(f"{outcome[kind]} {kind}" for kind in _KINDS if outcome[kind]) or "nothing"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -321,8 +348,8 @@ def main(arguments: list[str] | None = None) -> None:
         texts[name] = {**outcome, "reasons": outcome.reasons}
         if args.json:
             args.json.write_text(json.dumps(texts, indent=1) + "\n")
-    public = total["passed"] + total["failed"]
-    share = f", {total['passed'] / public:.0%} of those that use no internals" if public else ""
+    public = total["passed"] + total["failed"] + total["choice"]
+    share = f", {total['passed'] / public:.1%} of public behaviour" if public else ""
     print(f"all: {_counts(total)}{share}")
 
 

@@ -46,7 +46,7 @@ def test_what_ds_hf_lacks_fails_only_the_tests_that_use_it(
     said = capsys.readouterr().out
     assert "unit/test_some.py: 1 passed, 1 failed, 2 internals" in said
     assert "test_fails\n      ValueError: told" in said
-    assert said.rstrip().endswith("all: 1 passed, 1 failed, 2 internals, 50% of those that use no internals")
+    assert said.rstrip().endswith("all: 1 passed, 1 failed, 2 internals, 50.0% of public behaviour")
     assert "an internal of DeepSpeed: deepspeed.runtime.zero.stage3.no_such_internal" in told.read_text()
     assert (unit / "test_some.py").read_text() == before
 

@@ -24,6 +24,7 @@ from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import logger
 
 __all__ = ["LayerDrop", "attach"]
 
@@ -55,7 +56,7 @@ class LayerDrop(Observer):
         self.seed = engine.settings.data_efficiency.seed
         taken = inspect.signature(engine.module.forward).parameters
         self._keywords = [name for name in _KEYWORDS if name in taken]
-        self.blocks = [] if "pld_theta" in taken else find_blocks(engine.module, "/progressive_layer_drop")
+        self.blocks = [] if "pld_theta" in taken else self._found(any(p.kind is p.VAR_KEYWORD for p in taken.values()))
         self._tell = engine.module.register_forward_pre_hook(Hook(self._with_theta), prepend=True, with_kwargs=True)
         self.calls = Calls(engine, self._begin)
         self.forms: dict[type[nn.Module], tuple[Any, ...]] = {}  # of what each class of block gives; () is a tensor
@@ -64,6 +65,17 @@ class LayerDrop(Observer):
             around = StandIn(block, "forward", _Sometimes(self, index, block, block.forward))
             self._around.append(around)
             block.__dict__["forward"] = around
+
+    def _found(self, takes_all: bool) -> list[nn.Module]:
+        try:
+            return list(find_blocks(self.engine.module, "/progressive_layer_drop"))
+        except ConfigError:
+            if not takes_all:
+                raise
+        self._keywords = list(_KEYWORDS)
+        model = type(self.engine.module).__name__
+        logger.warning("progressive_layer_drop: %s has no list of blocks; its **kwargs are told pld_theta", model)
+        return []
 
     def _begin(self, new: bool) -> None:
         self.schedule.update_state(self.calls.step)

@@ -126,8 +126,13 @@ class Told(nn.Module):
         return (x * self.weight).sum()
 
 
-def told() -> list[Any]:
-    model = Told()
+class ToldByKeywords(Told):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x, **kwargs)
+
+
+def told(kind: type[Told]) -> list[Any]:
+    model = kind()
     engine, *_ = initialize(model=model, config=settings(0))
     assert (engine.pld_enabled(), engine.pld_theta(), engine.pld_gamma()) == (True, THETA, GAMMA)
     for _ in range(2):
@@ -138,8 +143,9 @@ def told() -> list[Any]:
     return model.seen
 
 
-def test_a_model_that_takes_theta_is_told() -> None:
-    ((first, second, third),) = run_distributed(told, 1, timeout=30)
+@pytest.mark.parametrize("kind", [Told, ToldByKeywords])
+def test_a_model_that_takes_theta_is_told(kind: type[Told]) -> None:
+    ((first, second, third),) = run_distributed(told, 1, kind, timeout=30)
     assert first == (True, 1.0)
     assert second == (True, pytest.approx(0.7 * math.exp(-0.5) + 0.3))
     assert third == (False, 0.0)

@@ -19,6 +19,7 @@ from . import (
     sparse_tensor,
     torch_autocast,
     utils,
+    zenflow,
     zero,
 )
 from .base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -44,5 +45,6 @@ __all__ = [
     "sparse_tensor",
     "torch_autocast",
     "utils",
+    "zenflow",
     "zero",
 ]
