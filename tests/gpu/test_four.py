@@ -45,7 +45,9 @@ def test_data(stage: int, dtype: str) -> None:
 @pytest.mark.parametrize(("tensor", "stage"), [(4, 1), (2, 0), (2, 2), (2, 3)])
 def test_tensor_beside_data(tensor: int, stage: int) -> None:
     for kind in ("llama", "fused"):
-        found = over_nccl(test_tensor_parallel.train, 4, kind, tensor, stage, 2, CLIP, dtype=FP64, timeout=150)
+        own = {"tensor_sequence_parallel": kind == "fused" or stage == 0}
+        how = {"dtype": FP64, "ds_hf": own}
+        found = over_nccl(test_tensor_parallel.train, 4, kind, tensor, stage, 2, CLIP, timeout=150, **how)
         steps = test_tensor_parallel.STEPS
         test_tensor_parallel.check(found, kind, 2, CLIP, 4 // tensor, steps, FP64, "cuda")
 

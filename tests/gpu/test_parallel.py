@@ -39,9 +39,17 @@ def test_cut_layers(kind: str, stage: int) -> None:
     test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
 
 
-def compiled_layers(stage: int) -> tuple[list[float], Any]:
+@pytest.mark.parametrize(("kind", "stage"), [("llama", 0), ("fused", 1), ("gpt2", 3)])
+def test_divided_tokens(kind: str, stage: int) -> None:
+    own = {"tensor_sequence_parallel": True}
+    found = on_two(test_tensor_parallel.train, kind, 2, stage, 2, CLIP, dtype=FP64, ds_hf=own)
+    test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
+
+
+def compiled_layers(stage: int, **own: Any) -> tuple[list[float], Any]:
     """Losses in bf16 of compiled blocks, and graphs and breaks."""
-    settings = test_tensor_parallel.config("llama", 2, stage, bf16={"enabled": True}, ds_hf={"compile": "blocks"})
+    own["compile"] = "blocks"
+    settings = test_tensor_parallel.config("llama", 2, stage, bf16={"enabled": True}, ds_hf=own)
     engine, *_ = initialize(model=build("llama"), config=settings)
     losses = []
     for step in range(4):
@@ -59,6 +67,9 @@ def compiled_layers(stage: int) -> tuple[list[float], Any]:
 def test_compiled_cut_layers(stage: int) -> None:
     (first, report), (second, _) = on_two(compiled_layers, stage)
     assert first == second
+    assert report[1] == {}
+    (divided, report), (other, _) = on_two(compiled_layers, stage, tensor_sequence_parallel=True)
+    assert divided == other == pytest.approx(first, rel=0.01)
     assert report[1] == {}
 
 

@@ -126,6 +126,9 @@ class TokensBlock(CutModule):
             tokens.shape = tokens.gathered = None
             return found
         here.tried = True
+        hidden = _input(here, args, kwargs)
+        devices = [hidden.device] if hidden.is_cuda else []
+        drawn = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
         try:
             found = super().forward(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -134,7 +137,11 @@ class TokensBlock(CutModule):
             raise _unfit(here, f"does not compute with a part of the tokens ({error})") from error
         finally:
             tokens.shape = tokens.gathered = None
-        _compare(here, self, super().forward, args, kwargs, _output(found), _ds_shape)
+        with torch.random.fork_rng(devices=devices):  # it draws the same again
+            torch.set_rng_state(drawn[0])
+            for device, state in zip(devices, drawn[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            _compare(here, self, super().forward, args, kwargs, _output(found), _ds_shape)
         return found
 
 
@@ -209,8 +216,7 @@ def _compare(
     if "use_cache" in once:
         once["use_cache"] = False
     args, once = _with_input(hidden, args, once)
-    with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
-        expected = _output(forward(*args, **once))
+    expected = _output(forward(*args, **once))
     all_found = gather_tokens(found.detach(), here.place, shape)  # without the zeros that fill the last part
     far = ((all_found - expected).double().norm() / expected.double().norm()).item()
     if not far <= max(_ROUNDING * torch.finfo(found.dtype).eps, 1e-4):
