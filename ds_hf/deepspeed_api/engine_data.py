@@ -56,6 +56,11 @@ class DataNames(CoreEngine):
     def pld_gamma(self) -> float:
         return self.settings.progressive_layer_drop.gamma
 
+    def get_pld_theta(self) -> float | None:
+        """Of the present step; ``None`` where nothing is left out."""
+        drop = self.kept.get("progressive_layer_drop")
+        return None if drop is None else float(drop.schedule.get_theta())
+
     def random_ltd_enabled(self) -> bool:
         return self.settings.data_efficiency.data_routing.random_ltd.enabled
 

@@ -138,8 +138,11 @@ def told(kind: type[Told]) -> list[Any]:
     for _ in range(2):
         engine.backward(engine(torch.ones(2)))
         engine.step()
+    assert engine.get_pld_theta() == model.seen[-1][1]
     engine.eval()(torch.ones(2))
     engine.destroy()
+    plain, *_ = initialize(model=kind(), config={"train_micro_batch_size_per_gpu": 1})
+    assert plain.get_pld_theta() is None
     return model.seen
 
 

@@ -282,7 +282,7 @@ def _masked(value: Tensor, piece: Piece) -> Tensor:
         return value
     if mask.device != value.device:
         piece.group["exp_avg_mask"] = mask = mask.to(value.device)
-    return value.mul_(mask)
+    return value.mul_(mask.view_as(value) if mask.numel() == value.numel() else mask)  # DeepSpeed's are flat in fp16
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
