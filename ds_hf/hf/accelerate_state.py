@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
+from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
-from ds_hf.hf.source import plain_config
+from ds_hf.hf.source import AUTO, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
 
@@ -48,8 +49,8 @@ def wrap_config(module: ModuleType) -> None:
 
     def read_first(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return wrapped(plain_config(args[0]), *args[1:], **kwargs)
-        return wrapped(**{**kwargs, "config_file_or_dict": plain_config(kwargs["config_file_or_dict"])})
+            return wrapped(plain_config(_named(args[0])), *args[1:], **kwargs)
+        return wrapped(**{**kwargs, "config_file_or_dict": plain_config(_named(kwargs["config_file_or_dict"]))})
 
     def called(wrapped: Callable[..., Any], wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = getattr(getattr(wrapper, "optimizer", None), "optimizer", None)
@@ -256,3 +257,17 @@ def _deepspeed_processes() -> bool:
     """A launcher started this process, and DeepSpeed is asked for."""
     launched = int(os.environ.get("LOCAL_RANK") or -1) != -1
     return launched and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _named(source: Any) -> Any:
+    """A file, a preset or a dict.
+
+    Raises:
+        ConfigError: it is "auto", for which nothing here would choose.
+    """
+    if source == AUTO:
+        raise ConfigError(
+            '"auto" is chosen by the Trainer alone, from its model: give it as the script\'s own --deepspeed auto (or '
+            'TrainingArguments(deepspeed="auto")); here stands a file or a preset such as zero2'
+        )
+    return source

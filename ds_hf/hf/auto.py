@@ -40,6 +40,7 @@ __all__ = [
     "gib",
     "model_on_command_line",
     "precision",
+    "say",
     "sixteen_bits",
     "wrap_integration",
 ]
@@ -155,6 +156,7 @@ def choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_s
         return
     if not num_training_steps:
         apply_preset(plugin, hf_config, INFERENCE)
+        say(f"{INFERENCE}, the only one that transformers evaluates with where nothing is trained")
     else:
         _settle(arguments, hf_config, measure(model))
 
@@ -170,6 +172,12 @@ def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
     arguments.deepspeed_plugin.ds_hf_choice = choice
     if not process_group.is_initialized() or process_group.get_rank() == 0:
         sys.stderr.write(_report(choice, size, memory, world_size, dtype) + "\n")
+
+
+def say(text: str) -> None:
+    """What was chosen, on one rank."""
+    if not process_group.is_initialized() or process_group.get_rank() == 0:
+        sys.stderr.write(f"ds_hf: --deepspeed auto: {text}\n")
 
 
 def apply_preset(plugin: Any, hf_config: Any, name: str) -> None:

@@ -10,7 +10,6 @@ sample of all ranks.
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ import torch
 
 from ds_hf.config.presets import preset
 from ds_hf.engine.comm import process_group
+from ds_hf.engine.observe.probes.trial.survey import is_checkpointing
 from ds_hf.hf.accelerate_state import has_accelerator
-from ds_hf.hf.auto import CANDIDATES, apply_preset, free_device_memory, gib, precision, sixteen_bits
+from ds_hf.hf.auto import CANDIDATES, apply_preset, free_device_memory, gib, precision, say, sixteen_bits
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 
 __all__ = ["KEPT", "OFFLOADED", "RECOMPUTED", "ActivationChoice", "fit", "settle_activations"]
@@ -51,7 +51,7 @@ def settle_activations(trainer: Any) -> None:
     arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
     length, reason = _longest(trainer.train_dataset)
     if not length:
-        _say(f"activations are not looked at: {reason}")
+        say(f"activations are not looked at: {reason}")
         return
     micro = arguments.per_device_train_batch_size
     try:
@@ -64,13 +64,13 @@ def settle_activations(trainer: Any) -> None:
             dtype=sixteen_bits(arguments),
             accumulates=arguments.gradient_accumulation_steps > 1,
             offload=has_accelerator(),
-            recomputed=bool(arguments.gradient_checkpointing or getattr(trainer.model, "is_gradient_checkpointing", 0)),
+            recomputed=bool(arguments.gradient_checkpointing) or is_checkpointing(trainer.model),
         )
     except UnpredictableError as error:
-        _say(f"activations are not looked at: {error}")
+        say(f"activations are not looked at: {error}")
         return
     _apply(trainer, found)
-    _say(_report(found, f"{micro} x {length} tokens"))
+    say(_report(found, f"{micro} x {length} tokens"))
 
 
 def fit(
@@ -102,9 +102,11 @@ def fit(
             predictors[again] = Predictor(
                 model, Workload(workload.micro_batch, workload.seq_len, gradient_checkpointing=checkpointing)
             )
-        needs[name, activations] = _predicted(
+        found = _predicted(
             predictors[again], name, activations, workload.micro_batch, processes, dtype, accumulates, room
-        ).device_total
+        )
+        # without an accelerator there is nothing but tensors: no context of CUDA, no caching allocator
+        needs[name, activations] = found.device_total if has_accelerator() else found.device_peak
         if needs[name, activations] <= FILL * room:
             return ActivationChoice(name, activations, True, needs)
     name, activations = min(needs, key=lambda way: needs[way])
@@ -223,8 +225,3 @@ def _report(found: ActivationChoice, batch: str) -> str:
     looked_at = ", ".join(f"{name} {activations}: {gib(need)}" for (name, activations), need in found.needs.items())
     verdict = "the first that fits" if found.fits else "NOTHING FITS, this comes nearest; try a smaller micro-batch"
     return f"{words[0]}: {verdict} (predicted on the device: {looked_at})"
-
-
-def _say(text: str) -> None:
-    if not process_group.is_initialized() or process_group.get_rank() == 0:
-        sys.stderr.write(f"ds_hf: --deepspeed auto: {text}\n")

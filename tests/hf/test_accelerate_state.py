@@ -77,6 +77,15 @@ def test_presets_and_checks(config_class: type[HfDeepSpeedConfig]) -> None:
         config_class({"zero_optimization": {"stge": 3}})
 
 
+@pytest.mark.parametrize("config_class", [HfDeepSpeedConfig, TransformersConfig])
+def test_auto_is_the_trainers(config_class: type[HfDeepSpeedConfig]) -> None:
+    """`accelerate launch --deepspeed_config_file auto` trained with a stage that nobody had chosen."""
+    with pytest.raises(ConfigError, match="chosen by the Trainer alone"):
+        config_class("auto")
+    with pytest.raises(ConfigError, match="chosen by the Trainer alone"):
+        DeepSpeedPlugin(hf_ds_config="auto")
+
+
 def test_what_accelerate_writes_itself_is_accepted() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="none", gradient_accumulation_steps=2)
     assert plugin.deepspeed_config["zero_optimization"]["offload_param"] == {"device": "none", "nvme_path": None}

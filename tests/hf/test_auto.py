@@ -122,12 +122,13 @@ def test_decided_when_the_trainer_has_its_model(
 
 
 def test_evaluation_alone_takes_the_stage_that_transformers_evaluates_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
     arguments.hf_deepspeed_config.trainer_config_finalize(arguments, torch.nn.Linear(4, 4), 0)
     assert arguments.hf_deepspeed_config.is_zero3()
+    assert "--deepspeed auto: zero3, the only one that transformers evaluates with" in capsys.readouterr().err
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def trained(folder: str, ways: list[tuple[str, str]] | None, stream: bool = Fals
     if ways is not None:
         sys.argv = ["train.py"]
         auto.free_device_memory = lambda: auto.Memory(2**40, 2**40)
-        auto_activations._say = said.append
+        auto_activations.say = said.append
         auto_activations.fit = lambda *args, **more: ActivationChoice(*ways[-1], True, dict.fromkeys(ways, 1))
     arguments = TrainingArguments(
         folder, report_to="none", max_steps=4, per_device_train_batch_size=2, logging_steps=1, save_strategy="no",
@@ -163,7 +163,7 @@ def trained(folder: str, ways: list[tuple[str, str]] | None, stream: bool = Fals
     engine = trainer.model_wrapped
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-        "checkpointing": trainer.model.is_gradient_checkpointing,
+        "checkpointing": trainer.args.gradient_checkpointing,
         "stage": getattr(getattr(engine, "plan", None), "stage", None)
         if ways is None
         else engine.zero_optimization_stage(),

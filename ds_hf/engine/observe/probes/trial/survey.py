@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
     from ds_hf.engine.observe.probes.trial.replay import Emit, Replay
 
-__all__ = ["facts", "set_checkpointing", "survey", "survey_pipeline", "tokens_in"]
+__all__ = ["facts", "is_checkpointing", "set_checkpointing", "survey", "survey_pipeline", "tokens_in"]
 
 BANDWIDTH_NBYTES = 32 << 20
 PROBES = (1, 3)  # samples: two sizes give the slope
@@ -65,7 +65,7 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "cuda": cuda,
         "memory": total_memory,
         "can_checkpoint": hasattr(engine.module, "gradient_checkpointing_enable"),
-        "checkpointing": is_checkpointing(engine),
+        "checkpointing": is_checkpointing(engine.module),
         "torch": torch.__version__,
         "model": _model(engine.module),
         "cores": len(os.sched_getaffinity(0)) // host.local_world_size(),
@@ -113,10 +113,10 @@ def set_checkpointing(engine: CoreEngine, on: bool) -> bool:
     return True
 
 
-def is_checkpointing(engine: CoreEngine) -> bool:
-    """Whether gradient checkpointing is on."""
+def is_checkpointing(module: torch.nn.Module) -> bool:
+    """Whether gradient checkpointing is on; the second name of transformers is the older one, and warns."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return bool(next((getattr(engine.module, name) for name in names if hasattr(engine.module, name)), False))
+    return bool(next((getattr(module, name) for name in names if hasattr(module, name)), False))
 
 
 def survey(replay: Replay, emit: Emit) -> None:
@@ -128,7 +128,7 @@ def survey(replay: Replay, emit: Emit) -> None:
         "sample_numel": _sample_numel(replay.batch),
         "bandwidth": _bandwidth(engine),
     }
-    before = is_checkpointing(engine)
+    before = is_checkpointing(engine.module)
     found["resident"] = replay.meter.at_rest()
     for on in (False, True):
         if not set_checkpointing(engine, on):
