@@ -273,17 +273,22 @@ class Search:
 
     def typical(self) -> float:
         """Seconds of a launch, its start included."""
-        others = sorted(record.seconds for record in self.launched() if not record.own and not record.goes_on)
+        others = sorted(each.seconds / self._launches_in(len(each.points))
+                        for each in self.launched() if not each.own and not each.goes_on)  # fmt: skip
         return others[len(others) // 2] if others else self.typical_own()
 
     def typical_own(self) -> float:
         """The same of the user's file once more."""
-        return FIRST_SHARE * self.own.seconds
+        return self.own.seconds * (1.0 if "not resizable" in self.own.events else FIRST_SHARE)
+
+    def _launches_in(self, sizes: int) -> int:
+        """Of so many sizes of a setting: each is one where the engine cannot change them."""
+        return max(1, sizes) if "not resizable" in self.own.events else 1
 
     def _takes(self, setting: Setting) -> float:
         """Seconds to measure a setting from here."""
         if not self.launches.goes_on(setting):
-            return self.typical()
+            return self.typical() * self._launches_in(len(self._sizes(setting)))
         others = sorted(record.seconds for record in self.launched() if record.goes_on)
         return others[len(others) // 2] if others else GOES_ON_SHARE * self.typical()
 

@@ -78,6 +78,16 @@ def test_time_for_one_launch_confirms_another_division(timed: Search) -> None:
     assert "beside the launches that confirm" in result.why_stopped
 
 
+def test_sizes_that_are_launches_of_their_own_are_counted(timed: Search) -> None:
+    """A pipeline: three sizes take three starts, and the two that confirm one each."""
+    world = Timed(steps=4, resizable=False)
+    result = timed(world, budget=270.0, sampler="exhaustive", micros=3)
+    tried = len(world.launched) - 1
+    assert tried in (4, 8)  # whole settings of the sizes 1, 2, 4 and 8
+    assert world.spent <= 270.0
+    assert result.trusted
+
+
 @pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 110.0, 130.0, 160.0, 200.0, 400.0])
 @pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
 @pytest.mark.parametrize("stays", [True, False])
