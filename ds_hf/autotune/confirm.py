@@ -167,7 +167,7 @@ class Contest:
         label = f"your file and micro-batch {sizes[1][0]}"
         search.view.started(len(search.launched()), f"again, in one launch: {label}", None)
         started, setting = time.time(), rivals[0].record.setting
-        name = f"again-{self.turns + 1}-{rivals[0].record.number}-both"
+        name = search.launches.unused(f"again-{self.turns + 1}-{rivals[0].record.number}-both")
         outcome = search.launches.replayed(name, setting, sizes, None, search.view.event, longest=False)
         self.launches.append(Again(self.turns + 1, label, started, outcome))
         for each, size in zip(both, sizes, strict=True):

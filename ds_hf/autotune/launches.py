@@ -6,10 +6,12 @@ What a launch measured is given as seconds of the machine as it was in the first
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,8 +179,8 @@ class Launches:
             replay: the engine replays the size first, which becomes the point.
             length: tokens of a sequence, which the script is told, and the engine replays.
         """
-        values = _batch_of(size)
-        values |= {name: setting[name] for name in (CHECKPOINTING, PIPE) if name in setting}
+        name, values = self.unused(name), _batch_of(size)
+        values |= {key: setting[key] for key in (CHECKPOINTING, PIPE) if key in setting}
         if workers is not None:
             values[WORKERS] = workers
         if length is not None:
@@ -262,6 +264,16 @@ class Launches:
         whole = launch_words(options.launcher, self.problem.processes, words)
         timeout = min(options.trial_timeout, overtime * max(LEAST_SECONDS, self.left))
         return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout, goes_on), watch)
+
+    def unused(self, name: str) -> str:
+        """``name``, with a number behind it where there is a launch of that name: another worker's, or one of this
+        search's before it went on. Its folder is made."""
+        for number in itertools.count(1):
+            found = name if number == 1 else f"{name}.{number}"
+            with suppress(FileExistsError):
+                self._folder(found).mkdir(parents=True)
+                return found
+        raise AssertionError("unreachable")
 
     def _folder(self, name: str) -> Path:
         return self.options.results_dir / "trials" / name

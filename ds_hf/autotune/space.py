@@ -149,6 +149,7 @@ class Space:
         axes = [replace(axis, values=self.sizes.values.get(axis.name, axis.values)) for axis in AXES]
         mute = {name for name in (EXPERTS, PIPE) if name not in self.sizes.values and name not in options.tune}
         axes = [axis for axis in axes if axis.name not in mute]  # of models without
+        self.named = options.tune
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
@@ -271,7 +272,8 @@ class Space:
 def told_up_front(space: Space) -> list[str]:
     """What may change, and what the user's own words keep and how that is freed."""
     free = [axis.name for axis in space.axes if len(axis.values) > 1]
-    said = [f"may change: {', '.join([*free, 'the division of the global batch'])}"]
+    named = [f"{name} (where the model lets it)" for name in space.named if name not in (*free, WORKERS, "all")]
+    said = [f"may change: {', '.join([*free, *named, 'the division of the global batch'])}"]
     kept = [name for name, why in space.kept.items() if why.startswith("given ")]
     if kept:
         said.append(f"your file keeps: {', '.join(kept)} (--tune NAME frees one of them, --tune all each)")

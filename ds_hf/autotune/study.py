@@ -45,6 +45,7 @@ LENGTH_SHARE = 0.2  # the same for sequences of all lengths
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
+GUESSED = 1.5  # times what is kept to confirm, while no launch but the first was seen
 GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
 BYTES_DOUBT = 0.05  # of a predicted peak, as the standard deviation of its logarithm
 TIE = 1e-6  # what a second a sample counts where samples at once do
@@ -306,7 +307,10 @@ class Search:
         resized = min(map(self.cost, self.own.points), default=math.inf) <= self._best_cost()
         in_one = resized and mine is not None and "not resizable" not in self.own.events  # one launch has both
         least = min(self.typical(), self.typical_own()) if in_one else 2 * self.typical()
-        return self.typical() * self._after() if gains and least <= self.left else 0.0
+        if not gains or least > self.left:
+            return 0.0
+        guessed = all(each.own or each.goes_on for each in self.launched())
+        return self.typical() * self._after() * (GUESSED if guessed else 1.0)
 
     def _why_spent(self, takes: float) -> str:
         """What is left of the budget is not enough for a setting of ``takes`` seconds."""

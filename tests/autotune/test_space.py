@@ -75,6 +75,9 @@ def test_a_preset_is_a_start_and_a_file_is_a_choice(tmp_path: Path) -> None:
     assert preset.own[STAGE] == 2
     assert told_up_front(preset)[0] == f"may change: {STAGE}, {CHECKPOINTING}, the division of the global batch"
     assert told_up_front(preset)[-1].startswith("the values of a preset are where the search starts")
+    asked = Options(tune=("expert_parallel.autoep_size",))  # whether there are experts is not known yet
+    named = Space(examine("zero2", world=None, allow_auto=True), command, asked, **facts)
+    assert "expert_parallel.autoep_size (where the model lets it)" in told_up_front(named)[0]
     file = space(tmp_path, {"zero_optimization": {"stage": 2}}, cuda=False)
     assert STAGE in file.kept
     assert told_up_front(file)[1] == f"your file keeps: {STAGE} (--tune NAME frees one of them, --tune all each)"

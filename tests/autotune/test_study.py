@@ -301,6 +301,15 @@ def test_two_workers_share_a_search(search: Search) -> None:
     assert all(launch not in world.launched[:launched] for launch in more)
 
 
+def test_workers_confirm_in_folders_of_their_own(search: Search, tmp_path: Path) -> None:
+    """Two that came to the end at once read each other's events, and both told the same figures."""
+    search(World(), trials=2)
+    first = {path.name for path in (tmp_path / "results" / "trials").glob("again*")}
+    search(World(), trials=2)
+    second = {path.name for path in (tmp_path / "results" / "trials").glob("again*")} - first
+    assert second == {f"{name}.2" for name in first}
+
+
 def test_optuna_reads_the_journal(search: Search, tmp_path: Path) -> None:
     import optuna
     from optuna.storages import JournalStorage
