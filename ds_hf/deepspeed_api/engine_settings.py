@@ -61,6 +61,11 @@ class SettingsNames(CoreEngine):
         """Number of processes that hold different parts of the model."""
         return self.mesh.shape.model
 
+    @property
+    def checkpoint_mp_rank(self) -> int:
+        """Which part of its stage's layers this process holds; 0 where it holds them whole."""
+        return 0 if self.mesh.shape.tensor == 1 else self.mesh.axis("tensor").rank
+
     tp_size_asked = 0  # by tp_model_init
 
     def managed_gradient_accumulation(self) -> bool:

@@ -307,6 +307,7 @@ def sizes() -> dict[str, Any]:
         ),
         "samples": list(loader),
     }
+    assert engine.checkpoint_mp_rank == groups.get_tensor_model_parallel_rank()
     engine.set_train_batch_size(DATA * MICRO * 5)
     found["steps"] = engine.get_batch_info()[2]
     engine.destroy()

@@ -217,7 +217,7 @@ def settings_and_reductions() -> None:
     found = {
         "mpu": engine.mpu is mpu,
         "group": engine.data_parallel_group is dist.group.WORLD,
-        "sizes": (engine.mp_world_size, engine.seq_dp_world_size),
+        "sizes": (engine.mp_world_size, engine.checkpoint_mp_rank, engine.seq_dp_world_size),
         "zero": (engine.zero_prefetch_bucket_size(), engine._config.overlaps_communication, engine.zero_cpu_offload()),
         "offload": (engine.zero_offload_optimizer().device, engine.zero_offload_param()),
         "gradients": engine.postscale_gradients(),
@@ -229,7 +229,7 @@ def settings_and_reductions() -> None:
     assert found == {
         "mpu": True,
         "group": True,
-        "sizes": (1, 2),
+        "sizes": (1, 0, 2),
         "zero": (77, True, True),
         "offload": ("cpu", None),
         "gradients": False,

@@ -159,7 +159,7 @@ class Reducer:
         """
         if self.suspended:
             raise DsHfError(
-                f"{who} nested in no_sync() or coalesce_grad_reduction(): nothing is reduced in there already"
+                f"{who} nested inside no_sync() or coalesce_grad_reduction(): nothing is reduced in there already"
             )
         self.suspended = True
         try:
