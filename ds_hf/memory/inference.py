@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.ops.triton_launches import launching_nothing
 from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.planning import make_units
 from ds_hf.inference.config import InferenceConfig
@@ -187,7 +188,7 @@ def cached_bytes(model: Any, size: int) -> tuple[int, int]:
     try:
         if config is not None:
             config.pad_token_id = None  # GPT-2 would look for padding among tokens that have no values
-        with torch.no_grad():
+        with torch.no_grad(), launching_nothing():
             outputs = model.eval()(input_ids=one, use_cache=True, **({"decoder_input_ids": one} if both else {}))
         cache = cache_of(outputs)
         own = getattr(cache, "self_attention_cache", cache)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.modules.compiling import blocks_of
 from ds_hf.engine.modules.tiling.models import ChunkedLoss, PartialLoss, TiledMlps
+from ds_hf.engine.ops.triton_launches import launching_nothing
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
@@ -248,7 +249,7 @@ def record(
     compiled = [CompiledBlocks(blocks_of(units, model), sharding.budget)] if sharding.compiled else []
     timeline.note(Event.START, -1, tracker.live)
     try:
-        with tracker:
+        with tracker, launching_nothing():
             if sharding.parameters:
                 _teach_order(model, inputs, hooks, timeline)
             with AsOnCuda():

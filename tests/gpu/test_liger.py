@@ -57,3 +57,26 @@ def check(found: dict[str, list[dict[str, float]]]) -> None:
     assert largest_difference(liger, plain) <= 1e-2, "its kernels are those of the model"
     for name, ours in found.items():
         assert largest_difference(ours, liger) <= 2e-4, f"{name}: {ours} instead of {liger}"
+
+
+def predicted() -> tuple[float, float]:
+    """Bytes of activations, plain and with Liger's norms and activations; and the GPU computes afterwards."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    from ds_hf.memory.predictor import Workload, predict
+
+    settings = {**config(0), "train_micro_batch_size_per_gpu": 2}
+    found = []
+    for kernels in (False, True):
+        model = tiny_llama(hidden_size=64)
+        if kernels:
+            losses = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+            _apply_liger_kernel_to_instance(model=model, **losses)
+        found.append(float(predict(model, settings, Workload(seq_len=64)).device["activations"]))
+        assert float(torch.ones(2, device="cuda").sum()) == 2
+    return found[0], found[1]
+
+
+def test_a_model_with_its_kernels_is_traced_without_launching_them() -> None:
+    for plain, liger in run_user_code(predicted, world_size=1, timeout=110):
+        assert 0 < liger < plain

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.ops.triton_launches import launching_nothing
 from ds_hf.engine.parallel.pipeline.partition import (
     bounds_of,
     partition_balanced,
@@ -210,7 +211,8 @@ def _run_on_meta(index: int, layer: Any, module: nn.Module | None, value: Any) -
         held = module
         run = lambda inputs: function(held, inputs)  # noqa: E731
     try:
-        with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.device("meta"), hooks, launching_nothing():
             output = run(value)
     except Exception as error:
         raise ConfigError(
