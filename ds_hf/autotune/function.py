@@ -127,7 +127,8 @@ def _packed(function: Callable[..., Any]) -> bytes:
             )
     _check_device(function.__name__)
     try:
-        return pickle.dumps((sys.path, pickler.dumps(function)))
+        path = list(dict.fromkeys(sys.path))  # a cell that appends to it again changes nothing
+        return pickle.dumps((path, pickler.dumps(function)))
     except Exception as error:  # whatever an object raises that cannot be pickled
         culprit = next((name for name, value in _referred(function) if not _can_be_sent(value)), "something in it")
         raise ConfigError(

@@ -26,7 +26,7 @@ from ds_hf.autotune.lengths import check_length
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import ROLE_OWN, Record, attributes_of, value_of
 from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points, told_up_front
-from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, samplers
+from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, last_error, samplers
 from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
 from ds_hf.host import has_gpu
@@ -178,6 +178,8 @@ class Search:
         outcome = self.launches.own(self._progress)
         if outcome.kind == "timeout" and self.options.budget < self.options.trial_timeout and not outcome.points:
             message = f"the budget of {self.options.budget:g} s is spent, and your own file has not been measured yet"
+            if "Traceback" in outcome.tail:  # it may have failed, and not ended: telemetry, other processes
+                message += f". Its last error is {last_error(outcome.tail)}; if that is not why"
             raise TuneError(f"{message}: give more with --budget", outcome.tail)
         if outcome.kind in ("no engine", "no steps") and not outcome.points:
             raise TuneError(f"nothing can be measured with your own file: {outcome.reason}", outcome.tail)

@@ -26,7 +26,7 @@ from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, further_file, read_e
 from ds_hf.processes import start_program
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["Launch", "LaunchOutcome", "Point", "Runner", "kill_leftovers", "launch_words", "samplers"]
+__all__ = ["Launch", "LaunchOutcome", "Point", "Runner", "kill_leftovers", "last_error", "launch_words", "samplers"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything

@@ -15,7 +15,7 @@ from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.result import NothingFits, Result
 from ds_hf.autotune.summary import headline
-from ds_hf.autotune.trial import Point
+from ds_hf.autotune.trial import LaunchOutcome, Point
 from ds_hf.config import load_config
 from ds_hf.errors import ConfigError, DsHfError
 from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
@@ -288,6 +288,15 @@ def test_script_that_fails_by_itself(search: Search) -> None:
     with pytest.raises(DsHfError, match="ValueError: mine") as error:
         search(world)
     assert "Traceback" in error.value.tail  # type: ignore[attr-defined]
+
+
+def test_script_that_fails_and_does_not_end(search: Search) -> None:
+    """axolotl's telemetry waits for ever where there is no network: the error, and not the budget, is what matters."""
+    world = World()
+    tail = "Traceback (most recent call last):\nValueError: mine\n[posthog] retrying"
+    world.run = lambda launch, watch: LaunchOutcome("timeout", "took longer than 90 s", tail=tail)  # type: ignore[method-assign]
+    with pytest.raises(DsHfError, match="Its last error is ValueError: mine; if that is not why: give more"):
+        search(world, budget=30.0)
 
 
 def test_two_workers_share_a_search(search: Search) -> None:

@@ -295,6 +295,8 @@ def _local_device(env: Mapping[str, str]) -> int:
         return torch.cuda.current_device()
     if count == 1:
         return 0
+    if count == 0:
+        raise DistributedError("the backend nccl needs a GPU, and none is visible: leave the backend out, or give gloo")
     if local_rank >= count:
         raise DistributedError(
             f"LOCAL_RANK is {local_rank} but only {count} CUDA devices are visible "

@@ -211,3 +211,9 @@ def test_an_unknown_host_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DistributedError, match=r"MASTER_ADDR is .*no known host"):
             process_group._resolve(address)
     process_group._resolve("127.0.0.1")
+
+
+def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DistributedError, match="the backend nccl needs a GPU"):
+        process_group._local_device({"LOCAL_RANK": "0"})
