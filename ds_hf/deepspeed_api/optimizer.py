@@ -208,6 +208,15 @@ class EngineOptimizer(ShardedOptimizer):
 
     fp32_partitioned_groups_flat = fp32_groups_flat = single_partition_of_fp32_groups
 
+    @property
+    def fp32_groups(self) -> list[list[nn.Parameter]]:
+        """The same by parameter group: flat, each of one parameter or more."""
+        self.join_masters()
+        groups: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        for _, segment in self._ordered_segments():
+            groups[segment.group].append(segment.param)
+        return groups
+
     def _ordered_segments(self) -> list[tuple[GradientBuffer, Segment]]:
         pairs = [(gradient, segment) for gradient, segments in self.segments.items() for segment in segments]
         return sorted(pairs, key=lambda pair: pair[1].group)

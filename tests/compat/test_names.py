@@ -49,6 +49,7 @@ deepspeed.runtime.activation_checkpointing.offload_activations: patch_gradient_c
 deepspeed.runtime.base_optimizer: ZeROOptimizer DeepSpeedOptimizer
 deepspeed.runtime.bf16_optimizer: BF16_Optimizer
 deepspeed.runtime.fp16.fused_optimizer: FP16_Optimizer
+deepspeed.runtime.fp16.unfused_optimizer: FP16_UnfusedOptimizer
 deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy ChunkedCausalLMLoss install_chunked_causal_lm_loss
 deepspeed.runtime.chunked_cross_entropy: BACKENDS triton_backend_available
 deepspeed.runtime.sequence_parallel.ulysses_sp: sequence_tiled_compute SequenceTiledCompute TiledMLP

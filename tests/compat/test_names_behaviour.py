@@ -204,6 +204,7 @@ def kinds() -> dict[int, tuple[bool, ...]]:
     from deepspeed.runtime import DeepSpeedOptimizer, ZeROOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -231,6 +232,11 @@ def kinds() -> dict[int, tuple[bool, ...]]:
             assert whole == ((stage == 0), (stage == 0 and name == "bf16"))
             assert {flat.dtype for flat in optimizer.fp32_groups_flat} == {torch.float32}
             assert Path(engine._get_optimizer_ckpt_name("a", "b", 0)).parent == Path("a/b")
+    lamb = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "optimizer": {"type": "Lamb", "params": {}}}
+    _, optimizer, *_ = deepspeed.initialize(model=Regressor(), config=lamb)
+    assert isinstance(optimizer, FP16_UnfusedOptimizer)
+    assert not isinstance(optimizer, FP16_Optimizer)
+    assert [id(p) for group in optimizer.fp32_groups for p in group] == [id(p) for p in optimizer.fp32_groups_flat]
     return found
 
 

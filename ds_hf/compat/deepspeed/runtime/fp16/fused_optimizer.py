@@ -15,4 +15,4 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     @staticmethod
     def fits(optimizer: ShardedOptimizer) -> bool:
         """Whether it is so."""
-        return keeps_whole_masters(optimizer)
+        return keeps_whole_masters(optimizer) and "lamb" not in type(optimizer.optimizer).__name__.lower()
