@@ -5,7 +5,18 @@ from ds_hf.engine.zero.external import register_external_parameter, unregister_e
 from ds_hf.engine.zero.gather import GatheredParameters, unwrap_model_for_generation
 from ds_hf.engine.zero.init import Init
 
-from . import config, muon, offload_config, offload_states, partition_parameters, stage3, stage_1_and_2, tiling, utils
+from . import (
+    config,
+    leaf_module_config,
+    muon,
+    offload_config,
+    offload_states,
+    partition_parameters,
+    stage3,
+    stage_1_and_2,
+    tiling,
+    utils,
+)
 from .tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
@@ -15,6 +26,7 @@ __all__ = [
     "TiledLinearReturnBias",
     "ZeroParamStatus",
     "config",
+    "leaf_module_config",
     "muon",
     "offload_config",
     "offload_states",
