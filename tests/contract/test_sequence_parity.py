@@ -203,6 +203,7 @@ BESIDE: list[tuple[dict[str, Any], bool, float]] = [
     (zero(3, zero_hpz_partition_size=2), False, 1e-5),
     ({**zero(0), "tensor_parallel": {"autotp_size": 2}}, False, 1e-5),
     ({**zero(3), "tensor_parallel": {"autotp_size": 2}}, False, 1e-5),
+    ({**zero(3), "tensor_parallel": {"autotp_size": 2}, "ds_hf": {"tensor_sequence_parallel": True}}, False, 1e-5),
 ]
 
 
