@@ -33,6 +33,7 @@ from ds_hf.memory import UnpredictableError
 __all__ = ["CostModel", "StepEstimate", "Survey"]
 
 RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
+UNDIVIDED = 0.2  # of compute, which each of several processes of a layer does again; 1.35 B on two H100: 0.16 and 0.22
 COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/measurements.md)
 TRAVELS = 1.02  # activations to host memory and back, beside the computation
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
@@ -113,7 +114,7 @@ class CostModel:
         self._names: list[Feature] = []
         self._weights = np.zeros(0)
         self._covariance = np.zeros((0, 0))
-        self._plans: dict[str, tuple[StatePlan, int]] = {}
+        self._plans: dict[str, tuple[StatePlan, int, bool]] = {}
         self._rooflines: dict[tuple[str, int, int], float] = {}
         self._lengths: dict[tuple[str, int], int] = {}
         self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
@@ -146,12 +147,14 @@ class CostModel:
         """The state plan of a setting."""
         return self._read(setting)[0]
 
-    def _read(self, setting: Setting) -> tuple[StatePlan, int]:
-        """The state plan of a setting, and the stretches of layers that a stage of its pipeline has."""
+    def _read(self, setting: Setting) -> tuple[StatePlan, int, bool]:
+        """The state plan of a setting, the stretches of layers that a stage of its pipeline has, and whether tokens are
+        divided between cut layers."""
         key = key_of(setting)
         if key not in self._plans:
             config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
-            self._plans[key] = plan_states(config), config.ds_hf.pipeline.chunks
+            own = config.ds_hf
+            self._plans[key] = plan_states(config), own.pipeline.chunks, own.tensor_sequence_parallel
         return self._plans[key]
 
     def _world(self, setting: Setting) -> int:
@@ -288,6 +291,7 @@ class CostModel:
         divides = self.division.of(setting) != self.division
         if divides:
             compute = share * max(0.3 * compute, compute - self._inside(self.own, micro))
+            compute *= self._again(setting) / self._again(self.own)
         compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
         compute *= _ratio(bool(setting.get(ACTIVATIONS)), bool(self.own.get(ACTIVATIONS)), TRAVELS)
@@ -295,6 +299,11 @@ class CostModel:
         compute *= self._waits(setting, accumulation)
         around = self._around(setting, accumulation, compute)
         return accumulation * compute + around + self._update(setting, micro, accumulation)
+
+    def _again(self, setting: Setting) -> float:
+        """Times its part that a process computes of layers that several share: each has the norms and residuals."""
+        others = self.division.of(setting).tensor - 1
+        return 1.0 if self._read(setting)[2] else 1 + UNDIVIDED * others
 
     def _waits(self, setting: Setting, accumulation: int) -> float:
         """Times what it computes that a stage of a pipeline takes, with its waits for the others (1F1B)."""

@@ -27,6 +27,7 @@ __all__ = [
     "PIPE",
     "SEQUENCE",
     "TENSOR",
+    "TOKENS",
     "AxisSizes",
     "MeshDivision",
     "division_of",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
+TOKENS = "ds_hf.tensor_sequence_parallel"
 PIPE = "pipeline.stages"
 EXPERTS = "expert_parallel.autoep_size"  # 0: as transformers computes them
 MICS, HPZ = "zero_optimization.mics_shard_size", "zero_optimization.zero_hpz_partition_size"
@@ -124,6 +126,9 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
         values[name] = (1, *(n for n, fault in faults.items() if not fault))
         if len(values[name]) == 1:
             why_not[name] = next(iter(faults.values()))
+    largest = max(own.tensor, *values.get(TENSOR, (1,)))
+    if largest > 1 and (reason := _keeps_tokens(model, largest, tree)):  # the last that is asked of the model
+        why_not[TOKENS] = reason
     return AxisSizes(values, why_not, on_host)
 
 
@@ -221,6 +226,20 @@ def _cuts(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, An
             plan_division(model, examine({"tensor_parallel": asked}, world=None, allow_auto=True).tensor_parallel, size)
     except ConfigError as error:
         return error.faults[0].message
+    return ""
+
+
+def _keeps_tokens(model: Any, size: int, tree: Mapping[str, Any]) -> str:
+    """Why tokens are not divided between the cut layers of ``model``, which is left cut; empty where they can be."""
+    from ds_hf.engine.parallel.tensor.divide import divide_without_values
+
+    asked = {**(tree.get("tensor_parallel") or {}), "autotp_size": size}
+    section = examine({"tensor_parallel": asked}, world=None, allow_auto=True).tensor_parallel
+    try:
+        with _quiet():
+            divide_without_values(model, size, section, tokens=True)
+    except ConfigError as error:
+        return error.faults[0].message if error.faults else str(error)
     return ""
 
 

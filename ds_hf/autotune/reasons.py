@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hf.autotune.command import LENGTH
-from ds_hf.autotune.division import EXPERTS, PIPE, SEQUENCE, TENSOR
+from ds_hf.autotune.division import EXPERTS, PIPE, SEQUENCE, TENSOR, TOKENS
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record
 from ds_hf.autotune.space import (
@@ -119,6 +119,9 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         TENSOR: f"{value} processes share the layers, each with a part of their weights and activations"
         if value != 1
         else "each process computes whole layers, so that nothing is exchanged in them",
+        TOKENS: "norms and residuals are computed once, and not by every process that shares the layers"
+        if value
+        else "whole norms are as fast here",
         PIPE: f"{value} processes have a stretch of the layers each, and send what is between them"
         if value != 1
         else "each process has all layers, and waits for none",

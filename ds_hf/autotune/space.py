@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.division import EXPERTS, HPZ, MICS, PIPE, SEQUENCE, TENSOR, AxisSizes, MeshDivision
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, PIPE, SEQUENCE, TENSOR, TOKENS, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.config.load import examine
 from ds_hf.config.mesh import mesh_shape, refuse_beside_pipelines
@@ -90,6 +90,7 @@ AXES = (
     FreeKey(CHUNKED_LOSS, (False, True), device_only=True),
     FreeKey(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
     FreeKey(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
+    FreeKey(TOKENS, (False, True), device_only=True),
     FreeKey(SEQUENCE, (1,), named_only=True, device_only=True),
     FreeKey(EXPERTS, (0,), device_only=True),
     FreeKey(PIPE, (1,)),
@@ -148,6 +149,8 @@ class Space:
         self._settings: list[Setting] | None = None
         axes = [replace(axis, values=self.sizes.values.get(axis.name, axis.values)) for axis in AXES]
         mute = {name for name in (EXPERTS, PIPE) if name not in self.sizes.values and name not in options.tune}
+        if self.division.tensor == 1 and len(self.sizes.values.get(TENSOR, ())) < 2 and TOKENS not in options.tune:
+            mute.add(TOKENS)
         axes = [axis for axis in axes if axis.name not in mute]  # of models without
         self.named = options.tune
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
@@ -247,6 +250,7 @@ class Space:
                 BUDGET: result.get(COMPILE, _get(self.tree, COMPILE))
                 and not result.get(CHECKPOINTING, self.checkpoints),
                 QUANTIZED_GRADIENTS: stage >= 2,
+                TOKENS: result.get(TENSOR, self.division.tensor) > 1,
             }.get(axis.name, stage == 3 or not (axis.name in _OF_STAGE_3 or "stage3_" in axis.name))
             if not acts:
                 result[axis.name] = axis.values[0]
@@ -400,6 +404,8 @@ def label_of(setting: Setting) -> str:
         words.append("loss in chunks")
     words += [f"{name} parallel {setting[key]}" for key, name in ((TENSOR, "tensor"), (SEQUENCE, "sequence"))
               if setting.get(key, 1) > 1]  # fmt: skip
+    if setting.get(TOKENS):
+        words.append("its tokens divided")
     if PIPE in setting:
         words.append(f"pipeline of {setting[PIPE]}")
     if experts := setting.get(EXPERTS):
@@ -413,7 +419,7 @@ def label_of(setting: Setting) -> str:
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
     named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, CAPTURE, FP8,
-             COMMUNICATION, TENSOR, SEQUENCE, EXPERTS, PIPE}  # fmt: skip
+             COMMUNICATION, TENSOR, TOKENS, SEQUENCE, EXPERTS, PIPE}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

@@ -15,8 +15,8 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
+from ds_hf.autotune.cost import UNDIVIDED, CostModel, Survey
+from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, TOKENS, MeshDivision, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import value_of
@@ -67,6 +67,11 @@ def test_sizes_that_processes_and_model_allow() -> None:
     assert sizes_of(events(4, tokens=62), {}).values[SEQUENCE] == (1, 2)
     assert "63 tokens" in sizes_of(events(2, tokens=63), {}).why_not[SEQUENCE]
     assert "has no tp_plan" in sizes_of(events(2, GPT2Config(n_layer=1)), {}).why_not[TENSOR]
+    assert TOKENS not in found.why_not
+    drops = {"partition_config": {"layer_specs": [{"patterns": [r".*mlp\.c_proj\.weight$"], "partition_type": "row"}]}}
+    dropping = sizes_of(events(2, GPT2Config(n_layer=2, resid_pdrop=0.1)), {"tensor_parallel": drops})
+    assert dropping.values[TENSOR] == (1, 2)
+    assert "drops elements" in dropping.why_not[TOKENS]
     eager = events(2)
     eager["facts"]["model"]["attention"] = "eager"
     assert "eager attention" in sizes_of(eager, {}).why_not[SEQUENCE]
@@ -123,6 +128,9 @@ def test_layers_are_shared_where_the_trainer_reads_the_data(tmp_path: Path) -> N
     assert both == {(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)}  # 2 x 4 are more than the processes
     assert space(tmp_path, {"tensor_parallel": {"autotp_size": 2}}).kept[TENSOR] == "given in the file"
     assert space(tmp_path, {"tensor_parallel": {"tp": {"tp_size": 2}}}).kept[TENSOR] == "given in the file"
+    tokens = {(setting[TENSOR], setting[TOKENS]) for setting in by_trainer.settings()}
+    assert tokens == {(1, False), (2, False), (2, True)}
+    assert label_of({STAGE: 2, TENSOR: 2, TOKENS: True}) == "stage 2, tensor parallel 2, its tokens divided"
     assert label_of({STAGE: 2, TENSOR: 2, SEQUENCE: 4}) == "stage 2, tensor parallel 2, sequence parallel 4"
 
 
@@ -174,8 +182,12 @@ def test_what_sharing_costs() -> None:
     for sizes, exchanged in (({TENSOR: 2}, 4 * (1 / 2)), ({SEQUENCE: 2}, (2 + 2 * 2 / 4) * (1 / 2) / 2)):
         setting = {**own, **sizes}
         assert model._inside(setting, 1) == pytest.approx(exchanged * hidden)
-        each = compute / 2 + exchanged * hidden
+        again = 1 + UNDIVIDED if TENSOR in sizes else 1  # norms and residuals
+        each = again * compute / 2 + exchanged * hidden
         assert model.roofline(setting, 1, 1) == pytest.approx(each + model._around(setting, 1, each))
+    divided = {**own, TENSOR: 2, TOKENS: True}  # what travels is as much
+    each = compute / 2 + 4 * (1 / 2) * hidden
+    assert model.roofline(divided, 1, 1) == pytest.approx(each + model._around(divided, 1, each))
     assert model.states({**own, TENSOR: 2}, 1).parameters == pytest.approx(
         model.states(own, 1).parameters / 2, rel=1e-5
     )
