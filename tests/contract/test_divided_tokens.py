@@ -199,11 +199,12 @@ def refusals() -> dict[str, str]:
     with torch.no_grad():
         kept = recording(input_ids=ids, output_hidden_states=True).hidden_states
     said["evaluated"] = str([tuple(value.shape) for value in kept][1])
-    for name, kind in (("other tokens", Mixing), ("its shape", Shaped)):
+    compiled = {**KEY, "compile": "blocks"}
+    for name, kind, own in (("other tokens", Mixing, KEY), ("its shape", Shaped, KEY), ("compiled", Mixing, compiled)):
         model = build("fused")
         for block in model.blocks:
             block.__class__ = kind
-        engine = engine_of(model, "fused", 2, 1)
+        engine = engine_of(model, "fused", 2, 1, own)
         note(name, lambda engine=engine: loss_of(engine, ids))
     put = build("fused")
     put.blocks[2].forward = put.blocks[2].forward
@@ -216,7 +217,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         assert "blocks.1 drops elements (drop.p)" in said["dropout"]
         assert "output_hidden_states" in said["recorded"]
         assert said["evaluated"] == "(1, 9, 32)"
-        assert "blocks.0 computes something else with a part of the tokens" in said["other tokens"]
+        for name in ("other tokens", "compiled"):
+            assert "blocks.0 computes something else with a part of the tokens" in said[name]
         assert "blocks.0 does not compute with a part of the tokens" in said["its shape"]
         assert "blocks.2 has a forward that was put into it" in said["put"]
         for name in said.keys() - {"evaluated"}:

@@ -101,6 +101,7 @@ class TokensBlock(CutModule):
         here = self._ds_here
         line = here.line
         if here.first:
+            line.tokens.shape = line.tokens.gathered = None  # left there by a call that ended in an error
             hidden = _input(here, args, kwargs)
             line.running = tuple(hidden.shape[:-1]) if line.enabled and torch.is_grad_enabled() else None
             if line.running is not None:
@@ -109,7 +110,12 @@ class TokensBlock(CutModule):
         if shape is None:
             return super().__call__(*args, **kwargs)
         # As an argument, so that a block which is computed again in backward has it, too.
-        found = super().__call__(*args, **kwargs, _ds_shape=shape)
+        kwargs["_ds_shape"] = shape
+        if here.tried or "forward" not in vars(self):
+            found = super().__call__(*args, **kwargs)
+        else:
+            with torch.compiler.set_stance("force_eager"):  # what is compiled later is tried out first
+                found = super().__call__(*args, **kwargs)
         if not here.last:
             return found
         line.running = None
