@@ -1,8 +1,9 @@
 """The processes of one host, under torch's elastic agent, as ``python -m torch.distributed.run`` starts them.
 
 ``WorkerAgent`` adds two things to torch's ``LocalElasticAgent``: it tells of the first failure before the other workers
-are stopped, and a worker that does not end within ``GRACE_S`` of being asked is killed with its process group (torch
-waits 30 s). Everything else, from the rendezvous to restarts, is torch's.
+are stopped, and a worker that does not end in time is killed with its process group: ``GRACE_S`` after a failure or
+Ctrl-C, and on a run's only host ``NodeSpec.grace`` after SIGTERM, for it may write a checkpoint. Everything else, from
+the rendezvous to restarts, is torch's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -31,11 +33,10 @@ from ds_hf.launcher import worker
 from ds_hf.launcher.cores import cores_by_rank
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, about_log
-from ds_hf.launcher.spec import NodeSpec
+from ds_hf.launcher.spec import GRACE_S, NodeSpec
 
-__all__ = ["GRACE_S", "Attempt", "SignalException", "WorkerAgent", "run_workers", "worker_command"]
+__all__ = ["Attempt", "SignalException", "WorkerAgent", "run_workers", "worker_command"]
 
-GRACE_S = 8.0
 JOIN_S = 300
 
 OnFailure = Callable[[list[Failure]], None]
@@ -68,10 +69,13 @@ def worker_command(spec: NodeSpec, processes: int, restart: int = 0) -> list[str
 
 
 class WorkerAgent(LocalElasticAgent):
-    """torch's agent with an earlier word about failures and a shorter patience."""
+    """torch's agent with an earlier word about failures and another patience."""
 
-    def __init__(self, spec: WorkerSpec, on_failure: OnFailure, host: str, log_dir: str | None, **options: Any) -> None:
-        super().__init__(spec, **options)
+    def __init__(
+        self, spec: WorkerSpec, on_failure: OnFailure, host: str, log_dir: str | None, grace: float, **options: Any
+    ) -> None:
+        super().__init__(spec, shutdown_timeout=math.ceil(grace), **options)
+        self._grace = grace
         self._on_failure = on_failure
         self._host = host
         self._log_dir = log_dir
@@ -83,14 +87,15 @@ class WorkerAgent(LocalElasticAgent):
             failures = self._look(worker_group)
             if failures:
                 self._told_of = self._pcontext
-                self._kill_later()
+                self._kill_later(GRACE_S)
                 self._on_failure(failures)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        self._kill_later()
-        super()._shutdown(*args, **kwargs)
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        failed = self._pcontext is not None and self._pcontext is self._told_of
+        self._kill_later(GRACE_S if failed or death_sig == signal.SIGINT else self._grace)
+        super()._shutdown(death_sig, *args, **kwargs)
         context: Any = self._pcontext
         if context is not None and context is self._told_of:
             # what failed workers had started themselves must not meet the next start
@@ -110,10 +115,10 @@ class WorkerAgent(LocalElasticAgent):
                 found.append(Failure(rank, local_rank, self._host, code or 1, age, text, log))
         return found
 
-    def _kill_later(self) -> None:
+    def _kill_later(self, seconds: float) -> None:
         handlers = list(getattr(self._pcontext, "subprocess_handlers", {}).values())
         if any(handler.proc.poll() is None for handler in handlers):
-            timer = threading.Timer(GRACE_S, _kill_groups, [[handler.proc for handler in handlers]])
+            timer = threading.Timer(seconds, _kill_groups, [[handler.proc for handler in handlers]])
             timer.daemon = True
             timer.start()
 
@@ -157,6 +162,7 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
             on_failure,
             spec.hosts[attempt.node],
             spec.log_dir,
+            spec.grace,
             logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL if spec.prefix else Std.NONE),
             start_method="spawn",
             log_line_prefix_template=f"[{spec.hosts[attempt.node]} ${{rank}}] " if spec.prefix else None,

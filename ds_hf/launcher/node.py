@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of
 from ds_hf.launcher.ports import free_port
-from ds_hf.launcher.spec import NodeSpec, decode
+from ds_hf.launcher.spec import GRACE_ENV, NodeSpec, decode
 from ds_hf.log import complain
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _prepare(spec: NodeSpec, node: int) -> None:
                 f"host {spec.hosts[node]}: cannot go to {spec.cwd}: {error.strerror}"
                 "\n  fix: start from a folder that exists on every host"
             ) from None
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "8"
+    os.environ[GRACE_ENV] = f"{spec.grace:g}"
 
 
 def _node_rank(text: str, spec: NodeSpec) -> int:

@@ -9,13 +9,29 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
+import os
 from dataclasses import asdict, dataclass, field
 
 from ds_hf.launcher.errors import LaunchError
 
-__all__ = ["NodeSpec", "decode", "encode"]
+__all__ = ["GRACE_ENV", "GRACE_S", "NodeSpec", "decode", "encode"]
 
+GRACE_S = 8.0  # of a process whose run has failed
+GRACE_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's
 MAX_WORD_NBYTES = 120 * 1024  # Linux takes 128 KiB an argument
+
+
+def _grace() -> float:
+    """Seconds that processes have which are asked to end, for a last checkpoint: as Kubernetes, Slurm and torchrun."""
+    text = os.environ.get(GRACE_ENV, "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"{GRACE_ENV} is {text!r}\n  fix: seconds above 0, such as 120")
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class NodeSpec:
         cwd: folder on every host; None leaves the one the process starts in.
         any_port: ``master_port`` was not asked for: another will do.
         min_nodes: > 0 makes the run elastic between this and ``max_nodes`` (0: the number of hosts).
+        asked_grace: see ``grace``.
         bind_cores: ``""`` for all cores, a list such as ``0-3,8`` for these, None for no binding.
     """
 
@@ -56,6 +73,13 @@ class NodeSpec:
     pid_file_of: int = 0
     bind_cores: str | None = None
     quiet: bool = False
+    asked_grace: float = field(default_factory=_grace)
+
+    @property
+    def grace(self) -> float:
+        """Seconds between SIGTERM and the end of a process that is still there. Of several hosts another one may have
+        failed, which ends all of them soon."""
+        return self.asked_grace if len(self.hosts) == 1 or self.min_nodes else GRACE_S
 
     @property
     def world_size(self) -> int:

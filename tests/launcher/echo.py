@@ -33,6 +33,9 @@ def main() -> None:
         sys.excepthook = recorded
         time.sleep(0.5)
         raise ValueError("broken on purpose")
+    if what == "save":
+        signal.signal(signal.SIGTERM, save)
+        time.sleep(600)
     if what in ("fail", "wait", "stubborn"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "child of " + os.getcwd()])
         if what == "stubborn":
@@ -40,6 +43,13 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if told["TORCHELASTIC_RESTART_COUNT"] == "0":
             time.sleep(600)
+
+
+def save(signum: int, frame: object) -> None:
+    """A last checkpoint that takes its time."""
+    time.sleep(9)
+    with open(f"saved_{os.environ['RANK']}", "w"):
+        sys.exit(0)
 
 
 def recorded(kind: type, error: BaseException, trace: object) -> None:

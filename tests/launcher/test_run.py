@@ -22,7 +22,7 @@ from ds_hf.launcher import agent, front, node, resources
 from ds_hf.launcher.cores import cores_by_rank, physical_cores
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, about_log, describe
-from ds_hf.launcher.spec import NodeSpec
+from ds_hf.launcher.spec import GRACE_ENV, NodeSpec, decode, encode
 from tests.helpers.distributed import free_port
 from tests.helpers.patience import PATIENCE
 
@@ -132,12 +132,40 @@ def test_a_failing_rank_ends_all_and_is_told_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["wait", "stubborn"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_leave_nothing(what: str, signum: signal.Signals, tmp_path: Path) -> None:
+def test_signals_leave_nothing(
+    what: str, signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRACE_ENV, "5")
     process = begin(tmp_path, "--num_gpus", "2", str(SCRIPT), what)
     wait_for(tmp_path, 2, process)
     process.send_signal(signum)
     assert process.wait(END_S) == 128 + signum
     nothing_left(tmp_path, END_S)
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_has_its_time(tmp_path: Path) -> None:
+    """Longer than is left to a process after a failure."""
+    process = begin(tmp_path, "--num_gpus", "2", str(SCRIPT), "save")
+    wait_for(tmp_path, 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(END_S) == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.glob("saved_*")) == ["saved_0", "saved_1"]
+    nothing_left(tmp_path, END_S)
+
+
+def test_seconds_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"run_id": "r", "hosts": ["a"], "slots": [[0]], "command": ["x.py"]}
+    monkeypatch.delenv(GRACE_ENV, raising=False)
+    assert NodeSpec(**given).grace == 30
+    monkeypatch.setenv(GRACE_ENV, "110")
+    spec = NodeSpec(**given)
+    monkeypatch.delenv(GRACE_ENV)
+    assert decode(encode(spec)).grace == 110
+    for wrong in ("soon", "0", "inf"):
+        monkeypatch.setenv(GRACE_ENV, wrong)
+        with pytest.raises(LaunchError, match=f"{GRACE_ENV} is '{wrong}'"):
+            NodeSpec(**given)
 
 
 @pytest.mark.slow
