@@ -15,13 +15,18 @@ norm, dropout, activation                  this process's tokens; its parameters
 =========================================  =======================================================================
 
 The first block of a list divides what it is given and the last one gathers what it gives, so the model around them sees
-whole hidden states. Without gradients (evaluation, generation) nothing is divided. Tokens are those of all samples in
-one row, so only their number has to divide, and if it does not the last process computes some zeros more.
+whole hidden states. Between two blocks hidden states carry the shape of the whole, by which a block knows them, also
+where a checkpoint around it computes it again in backward. A block that is given whole ones elsewhere (the first ones
+were dropped or ran without gradients, a script calls it by itself, or backward with what a reentrant checkpoint kept)
+divides and gathers them for itself alone. Without gradients (evaluation, generation) nothing is divided. Tokens are
+those of all samples in one row, so only their number has to divide, and if it does not the last process computes some
+zeros more.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -42,7 +47,8 @@ from ds_hf.engine.parallel.tensor.styles import (
     place_of,
 )
 from ds_hf.engine.zero.cut import is_cut
-from ds_hf.engine.zero.hooks import Hook
+from ds_hf.engine.zero.hooks import Hook, in_backward
+from ds_hf.engine.zero.leaf import is_container
 from ds_hf.engine.zero.planning import find_blocks
 from ds_hf.engine.zero.replicas import is_summed_over_tensor, sum_over_tensor
 from ds_hf.errors import ConfigError, DsHfError, Fault
@@ -50,6 +56,7 @@ from ds_hf.errors import ConfigError, DsHfError, Fault
 __all__ = ["POINTER", "divide_tokens"]
 
 POINTER = "/ds_hf/tensor_sequence_parallel"
+_FIX = "remove tensor_sequence_parallel; tensor parallelism itself does not need it"
 _ROUNDING = 4  # units of the last place by which a block's output may differ from that of all tokens, relative norm
 
 
@@ -59,12 +66,14 @@ class _Line:
     Attributes:
         tokens: what they compute with now.
         enabled: an engine that was destroyed leaves the blocks as they are, and the next one may not divide tokens.
+        inside: how many calls are under way of modules that the list is in.
         running: the shape of whole hidden states while they are on their way through the blocks.
         marked: parameters that compute with a part of the tokens, and what was known of their gradients before.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.tokens, self.enabled = axis, DividedTokens(), True
+        self.inside = 0
         self.running: tuple[int, ...] | None = None
         self.marked: list[tuple[nn.Parameter, bool | None]] = []
 
@@ -100,15 +109,23 @@ class TokensBlock(CutModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         here = self._ds_here
         line = here.line
-        if here.first:
-            line.tokens.shape = line.tokens.gathered = None  # left there by a call that ended in an error
-            hidden = _input(here, args, kwargs)
-            line.running = tuple(hidden.shape[:-1]) if line.enabled and torch.is_grad_enabled() else None
-            if line.running is not None:
-                args, kwargs = _with_input(split_tokens(hidden, here.place), args, kwargs)
-        shape = line.running
-        if shape is None:
+        if not line.enabled:
             return super().__call__(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        again = not compiling and in_backward()  # by a checkpoint around it, of which nobody waits for the next block
+        hidden = _input(here, args, kwargs)
+        shape = (None if here.first else line.running) if compiling else _whole_shape(hidden)
+        alone = False
+        if shape is None:
+            if not torch.is_grad_enabled():
+                return super().__call__(*args, **kwargs)
+            shape = tuple(hidden.shape[:-1])
+            alone = not here.first or not line.inside or again
+            if not again and not compiling and line.running is not None:
+                raise _unfit(here, "is not given what the block before it gave, but what the model computed of it")
+            if not alone:
+                line.running = shape
+            args, kwargs = _with_input(split_tokens(hidden, here.place), args, kwargs)
         # As an argument, so that a block which is computed again in backward has it, too.
         kwargs["_ds_shape"] = shape
         if here.tried or "forward" not in vars(self):
@@ -116,9 +133,12 @@ class TokensBlock(CutModule):
         else:
             with torch.compiler.set_stance("force_eager"):  # what is compiled later is tried out first
                 found = super().__call__(*args, **kwargs)
-        if not here.last:
+        if not alone and not here.last:
+            if not compiling:
+                _remember(_output(found), shape)
             return found
-        line.running = None
+        if not alone and not again:
+            line.running = None
         return _with_output(gather_tokens(_output(found), here.place, shape), found)
 
     def forward(self, *args: Any, _ds_shape: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
@@ -127,10 +147,11 @@ class TokensBlock(CutModule):
         here = self._ds_here
         tokens = here.line.tokens
         tokens.shape = _ds_shape
-        if here.tried or torch.compiler.is_compiling():
-            found = super().forward(*args, **kwargs)
-            tokens.shape = tokens.gathered = None
-            return found
+        if here.tried or torch.compiler.is_compiling() or _has_past(self, args, kwargs):
+            try:
+                return super().forward(*args, **kwargs)
+            finally:  # a checkpoint stops what it computes again by an exception when it has what it needs
+                tokens.shape = tokens.gathered = None
         here.tried = True
         hidden = _input(here, args, kwargs)
         devices = [hidden.device] if hidden.is_cuda else []
@@ -170,6 +191,19 @@ class TokensBranch(CutModule):
         return _with_output(split_tokens(_output(found), here.place), found) if here.splits else found
 
 
+_WHOLE = "_ds_whole_shape"  # on hidden states between two blocks: shape of the whole, and version of what they are
+
+
+def _remember(part: Tensor, shape: tuple[int, ...]) -> None:
+    setattr(part, _WHOLE, (shape, None if part.is_inference() else part._version))
+
+
+def _whole_shape(hidden: Tensor) -> tuple[int, ...] | None:
+    """Of which whole hidden states these are what a block gave; ``None`` for all others."""
+    shape, version = getattr(hidden, _WHOLE, (None, None))
+    return shape if version is None or hidden._version == version else None
+
+
 def _input(here: _Here, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not (isinstance(hidden, Tensor) and hidden.is_floating_point() and hidden.dim() >= 2):
@@ -192,8 +226,23 @@ def _with_output(hidden: Tensor, found: Any) -> Any:
 
 
 def _unfit(here: _Here, what: str) -> ConfigError:
-    fix = "remove tensor_sequence_parallel; tensor parallelism itself does not need it"
-    return ConfigError([Fault(POINTER, f"{here.place.name} {what}", fix)], "tensor parallelism")
+    return ConfigError([Fault(POINTER, f"{here.place.name} {what}", _FIX)], "tensor parallelism")
+
+
+def _is_cache(value: Any, name: str = "") -> bool:
+    """Of keys and values: what a block puts into it stays there, so a comparison must not."""
+    return value is not None and (
+        name in ("past_key_values", "past_key_value", "layer_past") or hasattr(value, "get_seq_length")
+    )
+
+
+def _has_past(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it attends to keys of an earlier call, without which it would compute something else."""
+    caches = [value for value in args[1:] if _is_cache(value)]
+    caches += [value for name, value in kwargs.items() if _is_cache(value, name)]
+    layers = (getattr(module, "layer_idx", None) for module in block.modules())
+    layer = next((layer for layer in layers if isinstance(layer, int)), 0) if caches else 0
+    return any(not hasattr(cache, "get_seq_length") or cache.get_seq_length(layer) > 0 for cache in caches)
 
 
 @torch.no_grad()
@@ -216,12 +265,10 @@ def _compare(
     ):
         return  # they record what a block computes, and would see it twice
     hidden = gather_tokens(_input(here, args, kwargs).detach(), here.place, shape)
-    once = {
-        key: value for key, value in kwargs.items() if key not in ("past_key_values", "past_key_value", "layer_past")
-    }
+    once = {key: value for key, value in kwargs.items() if not _is_cache(value, key)}
     if "use_cache" in once:
         once["use_cache"] = False
-    args, once = _with_input(hidden, args, once)
+    args, once = _with_input(hidden, tuple(None if _is_cache(value) else value for value in args), once)
     expected = _output(forward(*args, **once))
     all_found = gather_tokens(found.detach(), here.place, shape)  # without the zeros that fill the last part
     far = ((all_found - expected).double().norm() / expected.double().norm()).item()
@@ -253,6 +300,7 @@ def divide_tokens(model: nn.Module, axis: Axis, *, wanted: bool) -> None:
         raise ConfigError([fault], "tensor parallelism")
     for holder, blocks in divided.items():
         line = _Line(axis)
+        _watch(line, holder, modules)
         _refuse_recording(line, holder, modules)
         for name, block in blocks:
             here = _Here(line, name, first=block is blocks[0][1], last=block is blocks[-1][1])
@@ -356,6 +404,38 @@ def _refuse_dropout(here: _Here, block: nn.Module) -> None:
         raise _unfit(
             here, f"drops elements ({', '.join(found[:3])}), and processes would drop the same ones of their own tokens"
         )
+
+
+def _watch(line: _Line, holder: str, modules: Mapping[str, nn.Module]) -> None:
+    """Look that hidden states which entered the blocks of ``holder`` come out of them before the model goes on."""
+
+    def begin(module: nn.Module, args: Any) -> None:
+        line.inside, line.running = line.inside + 1, None
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        running, line.running, line.inside = line.running, None, max(0, line.inside - 1)
+        if running is None or in_backward():
+            return
+        what = (
+            f"the last block of {holder} was not called behind the first one (layers dropped, an early exit, another "
+            "order), and the model goes on with a part of the tokens"
+        )
+        error = sys.exc_info()[1] if output is None else None
+        if error is None:
+            raise ConfigError([Fault(POINTER, what, _FIX)], "tensor parallelism")
+        if hasattr(error, "add_note") and not isinstance(error, torch.OutOfMemoryError | DsHfError):
+            error.add_note(
+                f"{POINTER}: between blocks of {holder} and behind them hidden states were a part of the "
+                f"tokens. If that is the cause (or {what}), {_FIX}."
+            )
+
+    names = [holder]
+    while names[-1]:
+        names.append(names[-1].rpartition(".")[0])
+    for module in dict.fromkeys(modules[name] for name in names):
+        if not is_container(module):
+            module.register_forward_pre_hook(Hook(begin))
+            module.register_forward_hook(Hook(end), always_call=True)
 
 
 def _refuse_recording(line: _Line, holder: str, modules: Mapping[str, nn.Module]) -> None:

@@ -1,0 +1,183 @@
+"""``ds_hf.tensor_sequence_parallel`` where blocks are not called once each from the first to the last: against one
+process with plain torch, fp64 gradients to 1e-12 of the largest, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from ds_hf.errors import ConfigError
+from tests.contract.test_divided_tokens import assert_equal, engine_of, gradients_of, plain, samples
+from tests.helpers.distributed import run_distributed
+from tests.helpers.tensor import Fused, build, loss_of
+
+ORDERS = {
+    "the first dropped": [1, 2],
+    "one between dropped": [0, 2],
+    "one alone": [1],
+    "each twice": [0, 0, 1, 1, 2, 2],
+    "the last twice": [0, 1, 2, 2],
+    "all twice": [0, 1, 2, 0, 1, 2],
+}
+
+
+class Ordered(Fused):
+    """Calls blocks in ``order``, by ``call``; ``behind`` is computed of what each gives."""
+
+    order: tuple[int, ...] | list[int] = (0, 1, 2)
+    call: Any = staticmethod(lambda block, x: block(x))
+    behind: Any = staticmethod(lambda x: x)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for index in self.order:
+            x = self.behind(self.call(self.blocks[index], x))
+        if labels is None:
+            return x
+        return cross_entropy(self.lm_head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def ordered(**more: Any) -> Ordered:
+    model = build("fused").double()
+    model.__class__ = Ordered
+    for name, value in more.items():
+        setattr(model, name, value)
+    return model  # type: ignore[return-value]
+
+
+def checkpointed(reentrant: bool) -> Callable[..., Any]:
+    return lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+
+
+def of_deepspeed(block: nn.Module, x: Tensor) -> Any:
+    import deepspeed
+
+    return deepspeed.checkpointing.checkpoint(block, x)
+
+
+def partly_without_gradients(block: nn.Module, x: Tensor) -> Any:
+    with torch.set_grad_enabled(getattr(block, "trained", True)):
+        return block(x)
+
+
+def models() -> Iterator[tuple[str, Ordered]]:
+    for name, order in ORDERS.items():
+        yield name, ordered(order=order)
+    yield "checkpoint around a block", ordered(call=checkpointed(False))
+    yield "reentrant checkpoint", ordered(call=checkpointed(True))
+    yield "deepspeed.checkpointing", ordered(call=of_deepspeed)
+    model = ordered(call=partly_without_gradients)
+    model.blocks[0].trained = model.blocks[1].trained = False  # type: ignore[assignment]
+    yield "the first ones without gradients", model
+
+
+def called() -> dict[str, Any]:
+    found = {}
+    for name, model in models():
+        engine = engine_of(model, "fused", 2, 1)
+        found[name] = gradients_of(engine)[1]
+        engine.destroy()
+    return found
+
+
+def test_blocks_called_otherwise() -> None:
+    found = run_distributed(called, 2, timeout=120)
+    for name, model in models():
+        expected = plain(model)
+        for rank in found:
+            for missing in rank[name].keys() - expected.keys():  # dropped
+                assert not rank[name].pop(missing).any()
+            assert_equal(rank[name], expected)
+
+
+def refused() -> dict[str, str]:
+    said = {}
+    ids = samples()[0]
+    mixing = ordered(behind=lambda x: x - x.mean(1, keepdim=True))
+    in_place = ordered(behind=lambda x: x.mul_(0.5))
+    pooled = ordered(order=[0, 1])
+    for name, model in (("mixing", mixing), ("in place", in_place), ("pooled", pooled)):
+        engine = engine_of(model, "fused", 2, 1)
+        with pytest.raises(ConfigError) as raised:
+            engine(input_ids=ids)
+        said[name] = str(raised.value)
+    early = engine_of(ordered(order=[0, 1]), "fused", 2, 1)
+    with pytest.raises(ValueError, match="batch_size") as failed:
+        loss_of(early, ids)
+    said["early"] = "\n".join(getattr(failed.value, "__notes__", ["/ds_hf/tensor_sequence_parallel: last block"]))
+    return said
+
+
+def test_a_part_that_the_model_would_go_on_with_is_refused() -> None:
+    for said in run_distributed(refused, 2, timeout=60):
+        assert "blocks.1 is not given what the block before it gave" in said["mixing"]
+        assert "blocks.1 is not given what the block before it gave" in said["in place"]
+        assert "the last block of blocks was not called behind the first one" in said["pooled"]
+        assert "last block" in said["early"]
+        for text in said.values():
+            assert "/ds_hf/tensor_sequence_parallel" in text
+
+
+def losses_between() -> list[tuple[float, float]]:
+    """Of a model that is evaluated when a forward was interrupted, and when a checkpoint stopped a block early."""
+    model: Any = build("llama").double().train()
+    expected: Any = build("llama").double()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = engine_of(model, "llama", 2, 1)
+    found = []
+
+    def evaluate(ids: Tensor) -> None:
+        with torch.no_grad():
+            found.append((loss_of(engine, ids).item(), loss_of(expected, ids).item()))
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    for ids in samples()[:2]:
+        handle = engine.module.model.layers[1].mlp.down_proj.register_forward_pre_hook(interrupt)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(engine, ids)
+        handle.remove()
+        evaluate(ids)
+        engine.backward(loss_of(engine, ids))
+        evaluate(ids)
+        engine.step()
+    return found
+
+
+def test_evaluation_behind_what_was_interrupted() -> None:
+    for rank in run_distributed(losses_between, 2, timeout=60):
+        assert len(rank) == 4
+        for found, expected in rank:
+            assert abs(found - expected) < 1e-12
+
+
+def with_cache(model: Any, ids: Tensor, grad: bool) -> Tensor:
+    """A loss of the second part of tokens that attend to the first."""
+    with torch.set_grad_enabled(grad):
+        first = model(input_ids=ids[:, :5], use_cache=True)
+    second = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    return second.logits.pow(2).mean() + (first.logits.pow(2).mean() if grad else 0.0)  # type: ignore[no-any-return]
+
+
+def cached() -> dict[Any, list[float]]:
+    found = {}
+    for kind in ("llama", "gpt2"):  # which give the cache by name and by place
+        for grad in (False, True):
+            engine = engine_of(build(kind).double(), kind, 2, 1)
+            found[kind, grad] = [with_cache(engine, ids, grad).item() for ids in samples()]
+            engine.destroy()
+    return found
+
+
+def test_caches_of_earlier_calls() -> None:
+    for rank in run_distributed(cached, 2, timeout=90):
+        for (kind, grad), found in rank.items():
+            expected = [with_cache(build(kind).double(), ids, grad).item() for ids in samples()]
+            assert found == pytest.approx(expected, rel=1e-12)
