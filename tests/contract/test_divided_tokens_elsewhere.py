@@ -181,3 +181,29 @@ def test_caches_of_earlier_calls() -> None:
         for (kind, grad), found in rank.items():
             expected = [with_cache(build(kind).double(), ids, grad).item() for ids in samples()]
             assert found == pytest.approx(expected, rel=1e-12)
+
+
+def penalized(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a loss and of the square of that gradient, by the hidden states that go in."""
+    hidden = torch.randn(*ids.shape, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss = model(inputs_embeds=hidden.requires_grad_(), labels=ids).loss
+    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (second,) = torch.autograd.grad(loss + first.pow(2).sum(), hidden)
+    return first.detach(), second
+
+
+def penalties() -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for own in ({}, {"tensor_sequence_parallel": True}):
+        engine = engine_of(build("llama", attn_implementation="eager").double(), "llama", 2, 1, own)
+        found.append(penalized(engine, samples()[1]))
+        engine.destroy()
+    return found
+
+
+def test_gradient_of_a_gradient() -> None:
+    """Cut layers with and without divided tokens."""
+    first, second = penalized(build("llama", attn_implementation="eager").double(), samples()[1])
+    for rank in run_distributed(penalties, 2, timeout=60):
+        for found in rank:
+            assert_equal({"first": found[0], "second": found[1]}, {"first": first, "second": second})

@@ -162,6 +162,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
+def _makes_graph() -> bool:
+    """Whether a backward that runs is to be differentiated (``create_graph=True``): by the function whose forward it
+    is, as each one's backward is another's forward."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def _sum(x: Tensor, place: Place, what: str) -> Tensor:
     if x.is_meta:
         return x
@@ -245,6 +251,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if _makes_graph():
+            return _apply(_Reduce, grad, ctx.place, False), None, None
         grad = grad.contiguous() if ctx.owns else grad.clone(memory_format=torch.contiguous_format)
         return _sum(grad, ctx.place, ctx.place.backward), None, None
 
@@ -257,6 +265,9 @@ class _CopyBehind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if _makes_graph():
+            summed = _apply(_Reduce, grad[..., ctx.first :], ctx.place, False)
+            return torch.cat([grad[..., : ctx.first], summed], -1), None, None
         behind = grad[..., ctx.first :].clone(memory_format=torch.contiguous_format)
         return torch.cat([grad[..., : ctx.first], _sum(behind, ctx.place, ctx.place.backward)], -1), None, None
 
@@ -268,11 +279,12 @@ class _Reduce(torch.autograd.Function):
             ctx.mark_dirty(x)
         else:
             x = x.clone(memory_format=torch.contiguous_format)
+        ctx.place = place
         return _sum(x, place, place.forward)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+        return _apply(_Copy, grad, ctx.place, False) if _makes_graph() else grad, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -283,7 +295,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_part(grad, ctx.place), None
+        return _apply(_Split, grad, ctx.place) if _makes_graph() else _own_part(grad, ctx.place), None
 
 
 class _Split(torch.autograd.Function):
@@ -294,6 +306,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _makes_graph():
+            return _apply(_Gather, grad, ctx.place), None
         return _all_parts(grad, ctx.place, ctx.place.backward), None
 
 
@@ -305,7 +319,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_tokens(grad, ctx.place), None, None
+        return _apply(_SplitTokens, grad, ctx.place) if _makes_graph() else _own_tokens(grad, ctx.place), None, None
 
 
 class _SplitTokens(torch.autograd.Function):
@@ -316,6 +330,8 @@ class _SplitTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _makes_graph():
+            return _apply(_GatherTokens, grad, ctx.place, ctx.shape), None
         return _tokens_of_all(grad, ctx.place, ctx.shape, ctx.place.backward), None
 
 
@@ -329,6 +345,8 @@ class _OfGathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if _makes_graph():
+            return _apply(_SumOfTokens, grad, ctx.place), None, None
         return _sum_of_own_tokens(grad, ctx.place, ctx.place.backward), None, None
 
 
@@ -340,7 +358,8 @@ class _SumOfTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _tokens_of_all(grad, ctx.place, ctx.shape, ctx.place.backward), None
+        found = _tokens_of_all(grad.detach(), ctx.place, ctx.shape, ctx.place.backward)
+        return _apply(_OfGathered, grad, found, ctx.place) if _makes_graph() else found, None
 
 
 # On which side of a function its input is: the same on all processes, or a part of it on each.
