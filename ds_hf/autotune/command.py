@@ -1,11 +1,13 @@
 """The user's command line: which script, where the configuration stands in it, and how it looks with other values.
 
-Arguments may stand in a YAML file (LLaMA-Factory, axolotl, TRL's ``--config``): then each launch has a copy of it.
+Arguments may stand in a YAML file (LLaMA-Factory, axolotl, TRL's ``--config``): then each launch has a copy of it. Of a
+loop of accelerate's the launcher names the configuration, which each launch is told anew, as its last option.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ HF_MAPPINGS = {
     "dataloader_num_workers": "--dataloader_num_workers",
 }
 CONFIG_FLAGS = ("--deepspeed", "--deepspeed_config")
+OF_ACCELERATE = "--deepspeed_config_file"  # an option of ``accelerate launch``
 LAUNCHERS = (  # how a command line of theirs begins
     ("torchrun",),
     ("accelerate", "launch"),
@@ -81,6 +84,7 @@ class Command:
             ``inline`` when it is ``--flag=FILE``.
         mappings: configuration keys to options of the script.
         file: the arguments in that file; empty where there is none.
+        launched: the configuration that ``accelerate launch`` names, where the script does not; else empty.
     """
 
     script: tuple[str, ...]
@@ -89,9 +93,12 @@ class Command:
     inline: bool
     mappings: Mapping[str, str]
     file: Mapping[str, Any] = field(default_factory=dict)
+    launched: str = ""
 
     @classmethod
-    def parse(cls, words: Sequence[str], mappings: Mapping[str, str] | None = None) -> Command:
+    def parse(
+        cls, words: Sequence[str], mappings: Mapping[str, str] | None = None, launcher: Sequence[str] = ()
+    ) -> Command:
         """Find the script and the configuration in ``train.py --lr 1 --deepspeed ds_config.json``.
 
         A script whose ``--deepspeed`` takes the file is a Trainer's: its batch options are known by their names.
@@ -121,18 +128,22 @@ class Command:
                 if isinstance(values.get("deepspeed"), str):
                     known = _mappings_of_file(values, script, mappings)
                     return cls(script, args, index, word != str(path), known, values)
+        if launched := _launched(launcher):
+            shown = {key: option for key, option in HF_MAPPINGS.items() if _place(args, option) is not None}
+            return cls(script, args, -1, False, {**shown, **_mappings("", mappings)}, launched=launched)
         fault = Fault(
             "",
             "the command names no configuration, so there is nothing to tune",
             "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json after the script, "
-            "or deepspeed: ds_config.json to a YAML file of arguments",
+            "or deepspeed: ds_config.json to a YAML file of arguments"
+            + (f", or {OF_ACCELERATE} ds_config.json after accelerate launch" if "accelerate" in str(launcher) else ""),
         )
         raise ConfigError([fault], shlex.join(words))
 
     @property
     def config(self) -> str:
         """What the user named as configuration."""
-        return str(self.file["deepspeed"]) if self.file else self._named
+        return self.launched or (str(self.file["deepspeed"]) if self.file else self._named)
 
     @property
     def _named(self) -> str:
@@ -147,7 +158,8 @@ class Command:
         return [*words, json.dumps(file, sort_keys=True, default=str)] if file else words
 
     def words(self, config: str | Path, values: Mapping[str, object] | None = None) -> list[str]:
-        """Script and arguments with another configuration, and mapped keys set to ``values``.
+        """Script and arguments with another configuration, and mapped keys set to ``values``; what the launcher is to
+        be told stands in front.
 
         A file of arguments is written anew, beside the configuration.
 
@@ -158,11 +170,13 @@ class Command:
         if self.file:
             config = self._copy(Path(config), {option[2:]: value for option, value in options.items()})
             options = {option: value for option, value in options.items() if _place(args, option) is not None}
-        flag = args[self.config_at].split("=", 1)[0]
-        args[self.config_at] = f"{flag}={config}" if self.inline else str(config)
+        before = [OF_ACCELERATE, str(config)] if self.launched else []
+        if not before:
+            flag = args[self.config_at].split("=", 1)[0]
+            args[self.config_at] = f"{flag}={config}" if self.inline else str(config)
         for option, value in options.items():
             _put(args, option, str(value))
-        return [*self.script, *args]
+        return [*before, *self.script, *args]
 
     def _copy(self, config: Path, values: Mapping[str, object]) -> Path:
         import yaml  # type: ignore[import-untyped]  # with optuna, which a search needs
@@ -193,9 +207,33 @@ class Command:
         return None if found is None else found.lower() in TRUE
 
     @property
+    def loads_as_it_is(self) -> bool:
+        """Whether its micro-batch is the one of a loader that no file and no option is known to change."""
+        return bool(self.launched) and "train_micro_batch_size_per_gpu" not in self.mappings
+
+    @property
     def is_trainer(self) -> bool:
         """Whether the script takes the options of transformers' TrainingArguments."""
         return self.mappings.get("dataloader_num_workers") == HF_MAPPINGS["dataloader_num_workers"]
+
+
+def _launched(launcher: Sequence[str]) -> str:
+    """The configuration that ``accelerate launch`` has: its option's, or the one in its own file; empty without."""
+    if "accelerate" not in " ".join(launcher[:3]):
+        return ""
+    if (named := _value(launcher, OF_ACCELERATE)) is not None:
+        return named
+    home = Path(os.environ.get("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"))
+    own = Path(_value(launcher, "--config_file") or home / "accelerate" / "default_config.yaml").expanduser()
+    section = _read(own).get("deepspeed_config") if own.is_file() else None
+    return str(section.get(OF_ACCELERATE[2:]) or "") if isinstance(section, dict) else ""
+
+
+def _value(words: Sequence[str], option: str) -> str | None:
+    place = _place(words, option)
+    if place is None or "=" in words[place]:
+        return None if place is None else words[place].split("=", 1)[1]
+    return words[place + 1] if place + 1 < len(words) else None
 
 
 def _mappings(flag: str, mappings: Mapping[str, str] | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ds_hf.autotune.command import LENGTH, Command
 from ds_hf.autotune.division import PIPE, division_of
 from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, stands_beside
+from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, divides_as_given, stands_beside
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
@@ -92,8 +92,9 @@ class Launches:
         """The user's command with the user's values; the engine alone knows yet which batch that is."""
         name = "0000-own"
         config = self._write_config(name, config_of(self.tree, {}))
+        high = 0 if divides_as_given(self.options) else self.options.high_micro  # 0: the user's own size alone
         request = self._request(name, survey=True, own_axis=True, natural_steps=NATURAL_STEPS,
-                                low_micro=self.options.low_micro, high_micro=self.options.high_micro,
+                                low_micro=self.options.low_micro, high_micro=high,
                                 length=0 if self.seeks_length else None, config=str(config),
                                 further=1)  # fmt: skip
         outcome = self._launch(name, self.command.words(config), request, watch, overtime=OWN_OVERTIME)

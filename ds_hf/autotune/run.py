@@ -79,10 +79,12 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     if launcher and options.processes:
         raise ConfigError(f"-n is for a script alone: {launcher[0]} says how many processes there are")
     options = replace(options, launcher=tuple(launcher) or options.launcher)
-    command = Command.parse(words)
+    command = Command.parse(words, launcher=options.launcher)
     config = _config(command)
     options = options.with_section(config)
-    command = Command.parse(words, options.arg_mappings)
+    command = Command.parse(words, options.arg_mappings, options.launcher)
+    if command.loads_as_it_is:  # another division in the file alone would be another global batch
+        options = replace(options, fix=(*options.fix, "train_micro_batch_size_per_gpu"))
     _check(options)
     if options.metric is Metric.LENGTH:
         command = with_option(command, options.length_option)

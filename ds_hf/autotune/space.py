@@ -31,6 +31,7 @@ __all__ = [
     "Space",
     "check_names",
     "config_of",
+    "divides_as_given",
     "freed_by",
     "key_of",
     "label_of",
@@ -41,6 +42,7 @@ __all__ = [
 
 Setting = dict[str, Any]  # axis name -> value
 
+FACTORS = frozenset({"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})  # of a process's share
 STAGE = "zero_optimization.stage"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
@@ -124,7 +126,7 @@ class Space:
 
     Attributes:
         axes: free keys. own: the user's setting.
-        kept: keys that stay as they are, with the reason.
+        kept: keys that stay as they are, with the reason. divides: whether the global batch may be divided otherwise.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Space:
         if self.division.tensor == 1 and len(self.sizes.values.get(TENSOR, ())) < 2 and TOKENS not in options.tune:
             mute.add(TOKENS)
         axes = [axis for axis in axes if axis.name not in mute]  # of models without
-        self.named = options.tune
+        self.named, self.divides = options.tune, not divides_as_given(options)
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
@@ -277,10 +279,16 @@ def told_up_front(space: Space) -> list[str]:
     """What may change, and what the user's own words keep and how that is freed."""
     free = [axis.name for axis in space.axes if len(axis.values) > 1]
     named = [f"{name} (where the model lets it)" for name in space.named if name not in (*free, WORKERS, "all")]
-    said = [f"may change: {', '.join([*free, *named, 'the division of the global batch'])}"]
+    division = ["the division of the global batch"] if space.divides else []
+    said = [f"may change: {', '.join([*free, *named, *division]) or 'nothing'}"]
     kept = [name for name, why in space.kept.items() if why.startswith("given ")]
     if kept:
         said.append(f"your file keeps: {', '.join(kept)} (--tune NAME frees one of them, --tune all each)")
+    if space.command.loads_as_it_is:
+        said.append(
+            "the script's own loader makes its micro-batches, so they stay: the option that sets them, in "
+            '"autotuning": {"arg_mappings": {"train_micro_batch_size_per_gpu": "--NAME"}} of the file, frees them'
+        )
     if space.from_preset:
         said.append("the values of a preset are where the search starts, and may change (--fix NAME keeps one)")
     return said
@@ -301,7 +309,7 @@ def check_names(options: Options) -> None:
         ConfigError: one is not; with the nearest that is.
     """
     known = [*(axis.name for axis in AXES), WORKERS]
-    fixable = [*known, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+    fixable = [*known, *sorted(FACTORS, reverse=True)]
     for name, names in (*((n, [*known, "all"]) for n in options.tune), *((n, fixable) for n in options.fix)):
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -335,6 +343,11 @@ def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
         else:
             section[last] = value
     return result
+
+
+def divides_as_given(options: Options) -> bool:
+    """Whether ``--fix`` keeps one factor of the global batch, and with it the other."""
+    return not FACTORS.isdisjoint(options.fix)
 
 
 def points(options: Options, data: int, own: tuple[int, int], own_data: int | None = None) -> list[tuple[int, int]]:

@@ -181,9 +181,15 @@ def say(text: str) -> None:
 
 
 def apply_preset(plugin: Any, hf_config: Any, name: str) -> None:
-    """Write the preset's ZeRO section where transformers and accelerate look for it."""
-    hf_config.config["zero_optimization"] = preset(name)["zero_optimization"]
-    hf_config.set_stage_and_offload()
+    """Write the preset's ZeRO section where transformers and accelerate look for it.
+
+    That is also the copy that an Accelerator made of the provisional one (``dschf``): ``is_deepspeed_zero3_enabled()``,
+    and with it generation, counted parameters and PEFT, look there alone.
+    """
+    for held in (hf_config, getattr(plugin, "dschf", None)):
+        if held is not None:
+            held.config["zero_optimization"] = preset(name)["zero_optimization"]
+            held.set_stage_and_offload()
     plugin.zero_stage = hf_config.get_value("zero_optimization.stage")
     plugin.offload_optimizer_device = hf_config.get_value("zero_optimization.offload_optimizer.device", "none")
     plugin.offload_param_device = hf_config.get_value("zero_optimization.offload_param.device", "none")

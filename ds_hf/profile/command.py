@@ -63,7 +63,7 @@ def record(
         ConfigError: the command or its configuration is wrong, or nothing can be written into ``folder``.
         DsHfError: the script ended before any step was recorded; with the end of its output.
     """
-    command = Command.parse(words)
+    command = Command.parse(words, launcher=launcher)
     folder = require_writable(folder)
     for old in folder.glob("rank_*.jsonl"):
         old.unlink()

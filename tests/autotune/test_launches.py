@@ -57,6 +57,13 @@ def test_processes_start_once_for_what_the_engine_alone_reads(search: Search) ->
     assert result.best[1].samples / result.best[1].seconds == pytest.approx(max(world.grid().values()))
 
 
+@pytest.mark.parametrize("factor", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_a_factor_that_is_kept_is_kept_in_the_launch_of_the_users_file(search: Search, factor: str) -> None:
+    world = World(memory=100_000 * MIB)
+    result = search(world, fix=(factor,), confirm=False)
+    assert result.best[1].micro == world.micro
+
+
 class Trips(World):
     """Where a setting goes on in processes that are there, it ends as ``trips`` says."""
 

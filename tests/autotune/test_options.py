@@ -83,6 +83,41 @@ def test_a_launcher_needs_a_script() -> None:
         split_launcher(["accelerate", "launch", "--num_processes", "2"])
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    ["--use_deepspeed --deepspeed_config_file a.json", "--deepspeed-config-file=a.json", "--config_file c.yaml", ""],
+)
+def test_the_file_of_accelerate_launch(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch names its own behind the user's: of several the last counts, also against accelerate's own file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    Path("train.py").touch()
+    Path("accelerate").mkdir()
+    for own in ("c.yaml", "accelerate/default_config.yaml"):
+        Path(own).write_text("deepspeed_config:\n  deepspeed_config_file: a.json\n")
+    words = ["train.py", "--gradient_accumulation_steps", "2"]
+    command = Command.parse(words, launcher=["accelerate", "launch", *launcher.split()])
+    assert command.config == "a.json"
+    made = command.words("b.json", {"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 1})
+    assert made == ["--deepspeed_config_file", "b.json", "train.py", "--gradient_accumulation_steps", "4"]
+    assert not command.is_trainer
+    assert command.loads_as_it_is
+    batch = {"train_micro_batch_size_per_gpu": "batch"}
+    assert not Command.parse(words, batch, ["accelerate", "launch", *launcher.split()]).loads_as_it_is
+    assert Command.parse([*words, "--deepspeed", "s.json"], launcher=["accelerate", "launch"]).config == "s.json"
+
+
+def test_without_a_file_of_accelerate_it_is_said_where_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    Path("train.py").touch()
+    Path("c.yaml").write_text("deepspeed_config:\n  zero_stage: 2\n")
+    with pytest.raises(ConfigError, match=r"--deepspeed_config_file ds_config\.json after accelerate launch"):
+        Command.parse(["train.py"], launcher=["accelerate", "launch", "--config_file", "c.yaml"])
+
+
 def test_of_an_option_that_is_given_twice_the_last_counts(tmp_path: Path) -> None:
     """As argparse does, and with dashes, which transformers takes: the search must change what the script reads."""
     script = tmp_path / "train.py"

@@ -80,6 +80,8 @@ def test_a_preset_is_a_start_and_a_file_is_a_choice(tmp_path: Path) -> None:
     assert "expert_parallel.autoep_size (where the model lets it)" in told_up_front(named)[0]
     file = space(tmp_path, {"zero_optimization": {"stage": 2}}, cuda=False)
     assert STAGE in file.kept
+    kept = space(tmp_path, {}, Options(fix=("gradient_accumulation_steps", COMPILE, STAGE)), cuda=False)
+    assert "the division" not in told_up_front(kept)[0]
     assert told_up_front(file)[1] == f"your file keeps: {STAGE} (--tune NAME frees one of them, --tune all each)"
 
 

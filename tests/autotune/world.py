@@ -95,7 +95,9 @@ class World:
             events.append(self.survey(stage))
         sizes = request.points
         if request.own_axis:
-            sizes = tuple(self.sizes().items())
+            sizes = tuple(
+                each for each in self.sizes().items() if each[0] in (self.micro, *range(request.high_micro + 1))
+            )
             if request.largest:
                 share = self.micro * self.steps
                 sizes += tuple((2**power, 1) for power in range(request.high_micro.bit_length()) if 2**power > share)

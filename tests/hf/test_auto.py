@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ds_hf.engine.zero.estimate import ModelSize
 from ds_hf.hf import auto
@@ -119,6 +120,19 @@ def test_decided_when_the_trainer_has_its_model(
     assert "--deepspeed auto takes zero0" in capsys.readouterr().err
     arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 10)
     assert "auto takes" not in capsys.readouterr().err  # said once
+
+
+def test_all_of_transformers_knows_what_was_decided_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_deepspeed_zero3_enabled()`` looks at the copy that the Accelerator has made before there was a choice."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(auto, "free_device_memory", lambda: free(1e-6))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
+    plugin = arguments.deepspeed_plugin
+    plugin.set_deepspeed_weakref()  # as an Accelerator does that takes the plugin
+    assert not is_deepspeed_zero3_enabled()
+    arguments.hf_deepspeed_config.trainer_config_finalize(arguments, torch.nn.Linear(4, 4), 10)
+    assert plugin.zero_stage == 3
+    assert is_deepspeed_zero3_enabled()
 
 
 def test_evaluation_alone_takes_the_stage_that_transformers_evaluates_with(

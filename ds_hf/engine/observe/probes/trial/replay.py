@@ -104,6 +104,8 @@ class Replay:
         assert optimizer is not None
         scheduler, forced = engine.lr_scheduler, engine.accumulation.forced
         sizes, steps = engine.batch, engine.accumulation.steps
+        reducer = engine.reducer
+        suspended, reducer.suspended = reducer.suspended, False  # a script whose loop says no_sync(): its own, outside
         rates = [group.get("lr") for group in optimizer.param_groups]
         engine.lr_scheduler = None
         for group in optimizer.param_groups:
@@ -115,6 +117,7 @@ class Replay:
         finally:
             engine.lr_scheduler, engine.accumulation.forced = scheduler, forced
             engine.batch, engine.accumulation.steps = sizes, steps
+            reducer.suspended = suspended
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 if "lr" in group:
                     group["lr"] = rate

@@ -120,6 +120,24 @@ def test_training_goes_on_as_if_nothing_had_been(stage: int, warm: int, tmp_path
     assert points[1]["peak"] < points[4]["peak"]  # both accumulate, which takes memory too
 
 
+def first_step_without_sync(folder: str) -> list[int]:
+    """As accelerate's ``accumulate()`` does: the first micro-batch, whose forward is replayed, is inside no_sync()."""
+    engine = make_engine(1)
+    attach(engine, requested(folder, points=((2, 4), (4, 2))))
+    with engine.no_sync():
+        loss = engine(**batch_of(engine, 0))["loss"]
+        assert engine.reducer.suspended
+        engine.backward(loss)
+    return [engine.global_steps, int(engine.reducer.suspended)]
+
+
+def test_a_step_inside_no_sync_is_replayed(tmp_path: Path) -> None:
+    assert run_distributed(first_step_without_sync, 2, str(tmp_path)) == [[0, 0], [0, 0]]
+    points = [e for e in events_of(tmp_path) if e["event"] == "point"]
+    assert {point["micro"] for point in points} == {2, 4}
+    assert {point["outcome"] for point in points} == {"ok"}
+
+
 def measure(folder: str, limit: int | None, model: type[Net] = Net, **values: Any) -> int:
     engine = make_engine(2, model)
     driver = attach(engine, requested(folder, memory_limit=limit, **values))
