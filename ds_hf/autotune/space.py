@@ -289,6 +289,11 @@ def told_up_front(space: Space) -> list[str]:
             "the script's own loader makes its micro-batches, so they stay: the option that sets them, in "
             '"autotuning": {"arg_mappings": {"train_micro_batch_size_per_gpu": "--NAME"}} of the file, frees them'
         )
+    elif space.divides and "train_micro_batch_size_per_gpu" not in space.command.mappings:
+        said.append(
+            "the script's own loader has to take its micro-batches from the file (training_data of initialize(), or "
+            "engine.train_micro_batch_size_per_gpu()); where it does not, --fix train_micro_batch_size_per_gpu"
+        )
     if space.from_preset:
         said.append("the values of a preset are where the search starts, and may change (--fix NAME keeps one)")
     return said

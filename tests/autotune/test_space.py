@@ -83,6 +83,12 @@ def test_a_preset_is_a_start_and_a_file_is_a_choice(tmp_path: Path) -> None:
     kept = space(tmp_path, {}, Options(fix=("gradient_accumulation_steps", COMPILE, STAGE)), cuda=False)
     assert "the division" not in told_up_front(kept)[0]
     assert told_up_front(file)[1] == f"your file keeps: {STAGE} (--tune NAME frees one of them, --tune all each)"
+    assert not any("own loader" in text for text in told_up_front(preset))
+    loop = Command.parse([str(script), "--deepspeed_config", "ds.json"])
+    given = examine({"train_batch_size": 8}, world=None, allow_auto=True)
+    for fix, told in (((), True), (("train_micro_batch_size_per_gpu",), False)):
+        said = told_up_front(Space(given, loop, Options(fix=fix), **facts))
+        assert any("own loader has to take its micro-batches from the file" in text for text in said) == told
 
 
 def test_sequences_are_divided_as_the_script_does_it(tmp_path: Path) -> None:
