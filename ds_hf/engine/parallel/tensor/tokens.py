@@ -112,7 +112,7 @@ class TokensBlock(CutModule):
         if not line.enabled:
             return super().__call__(*args, **kwargs)
         compiling = torch.compiler.is_compiling()
-        again = not compiling and in_backward()  # by a checkpoint around it, of which nobody waits for the next block
+        again = not compiling and in_backward()  # for a checkpoint around it: no next block follows
         hidden = _input(here, args, kwargs)
         shape = (None if here.first else line.running) if compiling else _whole_shape(hidden)
         alone = False
