@@ -11,6 +11,7 @@ every block, but those of the part budget. What stands behind a plus is added to
     ds_hf+tiles         ds_hf.tiled_mlp: 4              ds_hf+trl         TRL's OffloadActivations
     ds_hf+loss          ds_hf.chunked_loss              ds_hf+sp          sequences over all processes;
                                                         ds_hf+whole       as long, each on one process
+    ds_hf+sp+nccl       the same without ds_hf.peer_copies
     ds_hf+compile       ds_hf.compile: "blocks"     ds_hf+budget=0.8  ds_hf.activation_memory_budget
     deepspeed+alst      its TiledMLP and TiledFusedLogitsLoss
     deepspeed+alst+offload                              with its CheckpointHiddenStatesOffload
@@ -50,13 +51,14 @@ OWN: dict[str, dict[str, Any]] = {
     "tiles": {"tiled_mlp": TILES},
     "loss": {"chunked_loss": True},
     "compile": {"compile": "blocks"},
+    "nccl": {"peer_copies": False},
     **{f"budget={share}": {"compile": "blocks", "activation_memory_budget": share} for share in (0.8, 0.6, 0.4)},
 }
 PEAK = "ds_hf,ds_hf+loss,ds_hf+tiles+loss,ds_hf+offload+tiles+loss,fsdp2"
 BUDGETS = "ds_hf,ds_hf+checkpointed,ds_hf+compile,ds_hf+compile+loss," + ",".join(
     f"ds_hf+budget={share}+loss" for share in (0.8, 0.6, 0.4)
 )
-SHARED = "ds_hf+whole,ds_hf+sp,ds_hf+sp+offload+loss"
+SHARED = "ds_hf+whole,ds_hf+sp,ds_hf+sp+nccl,ds_hf+sp+offload+loss"
 # Of one part: model, micro-batch, length, engines.
 ROWS: dict[str, list[tuple[str, int, int, str]]] = {
     "peak": [

@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_hf.engine.comm import peers
 from ds_hf.engine.comm.mesh import data_parallel_axis
 from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.parallel.sequence.exchange import Exchange, _run_copies
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.gpu.test_overlap import data, engine_of, step
 from tests.helpers.distributed import run_distributed
@@ -105,3 +106,43 @@ def test_meetings_hold_what_comes_after_them() -> None:
     for gathers, reductions, flushes in run_distributed(meetings, 2, 400, timeout=120, backend="nccl"):
         print("flushes:", flushes)
         assert (gathers, reductions) == (0, 0)
+
+
+def exchanges(rounds: int) -> int:
+    """Of as many exchanges, gathers and sums of activations beside products and ZeRO's gathers, elements that were
+    wrong."""
+    axis, device = data_parallel_axis(), torch.device("cuda", torch.cuda.current_device())
+    found = peers.open_peers(axis, device, CommStream(device))
+    assert found is not None, "no access between the GPUs"
+    copies, rank, ranks = found.exchanges(), axis.rank, axis.world_size
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    wrong = torch.zeros(3, dtype=torch.int64, device=device)
+    for number in range(rounds):
+        if (number + rank) % 3 == 0:
+            a @ a  # one is later than the other
+        tokens = 64 * (1 + number % 5)
+        base = torch.arange(2 * tokens * ranks * 8 * 64, device=device).view(2, tokens, ranks * 8, 64) % 251
+        mine = [(base + each + number + 7 * rank).to(torch.bfloat16).transpose(1, 2) for each in range(3)]
+        got = _run_copies(mine, [Exchange(cut=1, join=2)] * 3, copies, "heads")
+        del mine  # its memory is taken again while others may still be reading
+        for each, result in enumerate(got):
+            own = base[:, :, rank * 8 : (rank + 1) * 8]
+            wanted = torch.cat([own + each + number + 7 * other for other in range(ranks)], 1)
+            wrong[0] += (result.transpose(1, 2) != wanted.to(torch.bfloat16)).sum()
+        part = torch.full((tokens * 512,), float(number % 100 + rank), device=device, dtype=torch.bfloat16)
+        whole = torch.empty(ranks * part.numel(), device=device, dtype=torch.bfloat16)
+        copies.gather(whole, part, "activations")
+        for other in range(ranks):
+            wrong[1] += (whole.view(ranks, -1)[other] != number % 100 + other).sum()
+        total = copies.sum_of_parts(whole + rank, "gradients")
+        wrong[2] += (total != ranks * (number % 100 + rank) + sum(range(ranks))).sum()
+    torch.cuda.synchronize()
+    print("wrong:", wrong.tolist())
+    return int(wrong.sum())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_activations_come_whole(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    assert run_distributed(exchanges, ranks, 300, timeout=120, backend="nccl") == [0] * ranks

@@ -184,6 +184,7 @@ class CollectiveLog:
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
         host_groups: how many were made (``mesh.host_group``).
+        exchanges: what an engine opened along the axis, a weak reference (``peer_exchanges``).
         observer: hears of each collective, ``None`` where nothing does.
         world_size: number of ranks on the axis.
         compared: all ranks have the same log.
@@ -208,6 +209,7 @@ class CollectiveLog:
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
         self.host_groups = 0
+        self.exchanges: Any = None
         self.observer: LogObserver | None = None
         self._stop: Callable[[], None] | None = None
         self._known: dict[tuple[str, str, int, torch.dtype | None], tuple[Entry, int]] = {}

@@ -3,7 +3,8 @@
 A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
 computation, none of NCCL's launches is paid for, and no rank waits for another, except after a write.
 
-Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``).
+Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``); so do activations
+(``PeerExchanges``).
 
 Invariants
 - What is gathered was written before a meeting of all ranks: on the stream at the latest, before the copies.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -26,20 +28,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.peer_exchanges import PeerExchanges
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import CommStream
-from ds_hf.engine.events import Waits, told
+from ds_hf.engine.events import Observer, Waits, told
 from ds_hf.log import logger
 
-__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "Signals", "open_peers"]
+__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "Signals", "attach_exchanges", "open_peers"]
 
 # Of a buffer that copies bring. Below, the host is what the GPUs wait for, and it launches NCCL's one kernel for many
 # buffers faster than copies and meetings for each of them.
 LEAST_COPIED_NBYTES = 48 << 20
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
-_GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds
-_CHANNELS = 2
+_GATHERS, _SUMS, _EXCHANGES = range(3)  # meetings on two streams at once are two kinds
+_CHANNELS = 3
 # Of the CUDA driver: CU_STREAM_MEM_OP_WAIT_VALUE_32 (for >=), CU_STREAM_MEM_OP_WRITE_VALUE_32 (after a fence),
 # CU_STREAM_WAIT_VALUE_FLUSH, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES.
 _WAIT, _WRITE, _FLUSH, _CAN_FLUSH = 1, 2, 1 << 30, 98
@@ -85,6 +88,10 @@ class Peers:
     def sums(self) -> PeerSums:
         """For gradients. Collective."""
         return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
+
+    def exchanges(self) -> PeerExchanges:
+        """For activations, on the communication stream, on which nothing else may be done."""
+        return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream)
 
 
 class Region:
@@ -147,6 +154,37 @@ def open_peers(axis: Axis, device: torch.device, comm_stream: CommStream) -> Pee
     return peers if works.item() else None
 
 
+class _Opened(Observer):
+    """Holds what an engine opened, as long as it lives."""
+
+    def __init__(self, exchanges: list[PeerExchanges]) -> None:
+        self._exchanges = exchanges
+
+    def close(self) -> None:
+        """Its memory is given back, unless another engine uses it."""
+        self._exchanges = []
+
+
+def attach_exchanges(engine: Any) -> None:
+    """Open those along the axes that divide the engine's activations. Collective; a feature, see ``engine.features``."""
+    opened = []
+    for name in ("sequence", "tensor"):
+        if getattr(engine.mesh.shape, name) == 1 or (
+            name == "tensor" and not engine.settings.ds_hf.tensor_sequence_parallel
+        ):
+            continue
+        axis = engine.mesh.axis(name)
+        found = None if axis.log.exchanges is None else axis.log.exchanges()
+        if found is None:
+            peers = open_peers(axis, engine.device, CommStream(engine.device))
+            found = None if peers is None else peers.exchanges()
+        if found is not None:
+            axis.log.exchanges = weakref.ref(found)
+            opened.append(found)
+    if opened:
+        engine.events.add(_Opened(opened))
+
+
 def _made(axis: Axis, device: torch.device, comm_stream: CommStream, *, flushes: bool) -> Peers | None:
     """``None`` if a gather does not bring what was written."""
     try:
@@ -192,7 +230,7 @@ class _Gpus:
     def meet(self, channel: int) -> None:
         """Through numbers in the ranks' memory. By a kernel while a graph is captured, which would repeat the same
         numbers, and for what others pushed here where the GPU cannot be told to see it after their number."""
-        if torch.cuda.is_current_stream_capturing() or (channel == _SUMS and not self._flushes):
+        if torch.cuda.is_current_stream_capturing() or (channel != _GATHERS and not self._flushes):
             self._shared.barrier(channel=channel)
             return
         if self._signals is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ds_hf.engine.comm.collectives import all_to_all
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.peer_exchanges import PeerExchanges, exchanges_for
 
 __all__ = ["Exchange", "exchange"]
 
@@ -80,8 +82,31 @@ class _Exchange(torch.autograd.Function):
 
 
 def _run(tensors: Sequence[Tensor], ways: Sequence[Exchange], axis: Axis, what: str) -> list[Tensor]:
-    equal = all(way.equal() for way in ways)
-    return (_run_equal if equal else _run_uneven)(tensors, ways, axis, what)
+    if not all(way.equal() for way in ways):
+        return _run_uneven(tensors, ways, axis, what)
+    nbytes = sum(tensor.nbytes for tensor in tensors) // axis.world_size * (axis.world_size - 1)
+    copies = exchanges_for(axis, tensors[0], nbytes)
+    return _run_equal(tensors, ways, axis, what) if copies is None else _run_copies(tensors, ways, copies, what)
+
+
+def _run_copies(tensors: Sequence[Tensor], ways: Sequence[Exchange], copies: PeerExchanges, what: str) -> list[Tensor]:
+    """From the tensors into the results, which have the dimensions in memory in the order of the tensors'."""
+    n = copies.axis.world_size
+    sources, targets, results = [], [], []
+    for tensor, way in zip(tensors, ways, strict=True):
+        sources.append(torch.unflatten(tensor, way.cut, (n, -1)).movedim(way.cut, 0))  # [n, *piece]
+        shape = list(sources[-1].shape[1:])
+        shape[way.join] *= n
+        order = sorted(range(tensor.dim()), key=partial(_slowest, tensor))
+        laid = tensor.new_empty([shape[dim] for dim in order])
+        results.append(laid.permute([order.index(dim) for dim in range(tensor.dim())]))
+        targets.append(torch.unflatten(results[-1], way.join, (n, -1)).movedim(way.join, 0))
+    copies.exchange(sources, targets, what)
+    return results
+
+
+def _slowest(tensor: Tensor, dim: int) -> int:
+    return -tensor.stride(dim)
 
 
 def _run_equal(tensors: Sequence[Tensor], ways: Sequence[Exchange], axis: Axis, what: str) -> list[Tensor]:

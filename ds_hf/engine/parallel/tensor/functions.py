@@ -22,6 +22,7 @@ pass through.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from torch.nn import functional as F
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.peer_exchanges import exchanges_for
 
 __all__ = [
     "SIDES",
@@ -198,7 +200,9 @@ def _tokens_of_all(part: Tensor, place: Place, shape: tuple[int, ...], what: str
         found = functional.all_gather_tensor(rows, 0, _group(place.axis))
     else:
         found = rows.new_empty(size * rows.shape[0], hidden)
-        collectives.all_gather(found.view(-1), rows.view(-1), place.axis, what)
+        copies = exchanges_for(place.axis, rows, rows.nbytes * (size - 1))
+        gather = copies.gather if copies is not None else partial(collectives.all_gather, axis=place.axis)
+        gather(found.view(-1), rows.view(-1), what=what)
     return found[: math.prod(shape)].view(*shape, hidden)
 
 
@@ -213,6 +217,8 @@ def _sum_of_own_tokens(x: Tensor, place: Place, what: str) -> Tensor:
         found = rows.new_empty(each, rows.shape[1])
     elif torch.compiler.is_compiling():
         found = functional.reduce_scatter_tensor(rows, "sum", 0, _group(place.axis))
+    elif (copies := exchanges_for(place.axis, rows, rows[each:].nbytes)) is not None:
+        found = copies.sum_of_parts(rows.view(-1), what).view(each, -1)
     else:
         own = collectives.reduce_gradient(
             rows.view(-1), place.axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what
