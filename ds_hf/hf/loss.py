@@ -233,30 +233,36 @@ def _labels_of(trainer: Any, batch: Any) -> Any:
 
 
 def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """In evaluation processes of a sequence have whole sequences of their own: each batch is a mean over its items.
+    """In evaluation processes of a sequence have whole sequences of their own: a batch is a mean over its items, with
+    ``average_tokens_across_devices`` over those of as many batches as data parallelism alone would weigh together.
 
     The Trainer divides by the number of processes that share layers or sequences, as if all had the same batch and had
     been summed over, and before 5.18 without a remainder.
     """
     given = dict(zip(("batch_samples", "device"), args, strict=False)) | kwargs
+    engine = engine_of(trainer)
     if not _shares_sequences(trainer):
-        engine = engine_of(trainer)
         if engine is not None and engine.mesh.shape.tensor > 1 and not trainer.args.average_tokens_across_devices:
             given["batch_samples"] = list(given["batch_samples"]) * trainer.get_tp_size()
         return wrapped(**given)
-    if trainer.compute_loss_func is None:
+    data = 1 if engine is None or trainer.model.training else int(engine.mesh.shape.data)
+    together = data > 1 and trainer.args.average_tokens_across_devices
+    if trainer.compute_loss_func is None and not together:
         return None
     sizes = trainer.accelerator.parallelism_config
-    given["batch_samples"] = list(given["batch_samples"]) * (
-        sizes.sp_size * (sizes.tp_size or 1) * (sizes.cp_size or 1)
-    )
+    tensor = sizes.tp_size or 1
+    given["batch_samples"] = list(given["batch_samples"]) * (sizes.sp_size * tensor * (sizes.cp_size or 1))
     with with_values(trainer.args, average_tokens_across_devices=False):
         items = wrapped(**given)
-    if items is None:
-        return None
-    if trainer.args.average_tokens_across_devices:  # then the loss will be multiplied
-        items = items * (trainer.accelerator.num_processes // (sizes.tp_size or 1))
-    return items
+    if items is None or not together:
+        return items
+    # Neighbours read the batches that data parallelism alone would have dealt out to as many processes; of the last
+    # ones only the samples count that the data set has.
+    own, size = _own_samples(trainer) or (1, 1)
+    counted = torch.tensor([[float(items) * (own > 0), own / size]], dtype=torch.float64, device=trainer.args.device)
+    every = trainer.accelerator.gather(counted).view(-1, data * tensor, 2)
+    tokens, filled = every[trainer.accelerator.process_index // (data * tensor)].sum(0) / tensor
+    return (tokens * (own / size) / filled).float() if own > 0 else items
 
 
 def _prediction_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -270,18 +276,23 @@ def _prediction_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs)
     return wrapped(**given)
 
 
+def _own_samples(trainer: Any) -> tuple[int, int] | None:
+    """Of a last batch that was filled up: how many of its samples are this process's, 0 at least, and its size."""
+    state, processes = trainer.accelerator.gradient_state, trainer.accelerator.num_processes
+    total = getattr(state.active_dataloader, "total_batch_size", None)
+    if not (state.end_of_dataloader and state.remainder > 0 and total):
+        return None
+    readers = processes // trainer.get_tp_size()
+    size = total // readers
+    place = trainer.accelerator.process_index * readers // processes
+    return min(max(state.remainder - place * size, 0), size), size
+
+
 def _without_repeated(trainer: Any, inputs: Any, *, cuts: bool) -> Any:
     """``inputs`` without the samples that fill the last batch up, or their labels, unless it has no others."""
-    state = trainer.accelerator.gradient_state
-    loader = state.active_dataloader
     names = [name for name in trainer.label_names if isinstance(inputs.get(name), Tensor) and inputs[name].ndim]
-    if not (names and state.end_of_dataloader and state.remainder > 0 and hasattr(loader, "total_batch_size")):
-        return inputs
-    size = inputs[names[0]].shape[0]
-    parts = max(loader.total_batch_size // size, 1)
-    place = trainer.accelerator.process_index * parts // trainer.accelerator.num_processes
-    own = state.remainder - place * size
-    if not 0 < own < size:
+    own, size = _own_samples(trainer) or (0, 0)
+    if not names or not 0 < own < size == inputs[names[0]].shape[0]:
         return inputs
     inputs = dict(inputs)
     if cuts:
@@ -304,11 +315,14 @@ def _compute_loss(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) ->
         return wrapped(*args, **kwargs)
     if engine.mesh.shape.sequence > 1 and trainer.model.training:
         return _loss_of_parts(trainer, engine, **given)
+    if engine.mesh.shape.sequence > 1:  # whole sequences, whose items are counted as they have to be
+        with with_values(trainer.args, average_tokens_across_devices=False):
+            return wrapped(**given)
     items, processes = given.get("num_items_in_batch"), engine.axis.world_size
     own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     if own or processes == 1 or not (trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs):
         return wrapped(*args, **kwargs)
-    if items is None or engine.mesh.shape.sequence > 1 or not _adds_to_the_sum(_bare_model(trainer)):
+    if items is None or not _adds_to_the_sum(_bare_model(trainer)):
         return wrapped(*args, **kwargs)  # to the bit what the Trainer makes of it without an engine
     given["num_items_in_batch"] = items / processes
     with with_values(trainer.args, average_tokens_across_devices=False):

@@ -109,7 +109,7 @@ def test_every_logged_number_of_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_logged_number_of_every_stage_beside_data_parallelism(tmp_path: Path, checkpointing: bool) -> None:
     more = {**COUNTING, "gradient_checkpointing": checkpointing, "max_steps": 3, "eval_steps": 3}
-    expected = alone(tmp_path / "alone", **more, gradient_accumulation_steps=4)
+    expected = alone(tmp_path / "alone", **{**more, "per_device_eval_batch_size": 4}, gradient_accumulation_steps=4)
     more["gradient_accumulation_steps"] = 2
     for found in run_user_code(logged_at, tmp_path, [0, 1, 2, 3], more, world_size=4, timeout=200.0):
         for history_ in found.values():
@@ -190,6 +190,42 @@ def test_labels_of_the_same_token_are_refused(tmp_path: Path) -> None:
     for told in run_user_code(refused, tmp_path):
         assert "takes the label at each token" in told
         assert "compute_loss_func" in told
+
+
+# -- evaluation beside data parallelism -------------------------------------------------------------------------------
+
+
+def evaluated(folder: Path, file: Mapping[str, Any] | None, batch: int) -> dict[str, list[float]]:
+    """Evaluation losses of each kind, with answers gathered and without."""
+    kinds: dict[str, Any] = {
+        "plain": ({}, {}),
+        "smoothed": ({"label_smoothing_factor": 0.2}, {}),
+        "function": ({}, {"compute_loss_func": summed}),
+        "of each": ({"average_tokens_across_devices": False}, {}),
+    }
+    more = {} if file is None else {"parallelism_config": ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed")}
+    found: dict[str, list[float]] = {}
+    for kind, (settings, given) in kinds.items():
+        size = batch if kind != "of each" or file is not None else batch // 2
+        for gathers in (False, True) if kind == "plain" else (False,):
+            given = {**DATA, **given} | (
+                {"compute_metrics": lambda told: {"rows": len(told.label_ids)}} if gathers else {}
+            )
+            made = make_trainer(
+                folder, file, trainer_arguments=given, per_device_eval_batch_size=size, max_steps=1, **settings, **more
+            )
+            metrics = made.evaluate()
+            assert metrics.get("eval_rows", 17) == 17
+            found.setdefault(kind, []).append(metrics["eval_loss"])
+    return found
+
+
+def test_evaluation_beside_data_parallelism(tmp_path: Path) -> None:
+    """Two pairs weigh the tokens of their batches together, as two processes do, and no sample is counted twice."""
+    (expected,) = run_user_code(evaluated, tmp_path, None, 4, world_size=1)
+    for found in run_user_code(evaluated, tmp_path, config(2), 2, world_size=4):
+        for kind, losses in expected.items():
+            assert found[kind] == pytest.approx(losses, rel=1e-6), kind
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
