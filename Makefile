@@ -10,7 +10,7 @@ OTHER  := $(if $(TORCH),-torch-$(TORCH))$(if $(TRANSFORMERS),-transformers-$(TRA
 VENV   ?= $(if $(NEWEST),.venv-newest,.venv$(OTHER))
 BIN    := $(VENV)/bin
 PINS   := $(if $(OTHER),$(VENV)/constraints.txt,constraints.txt)
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq $(if $(NEWEST),,-c $(PINS))
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input --no-compile -qq $(if $(NEWEST),,-c $(PINS))
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
 STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; grep ^__version__ ds_hf/__init__.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
 
@@ -42,6 +42,8 @@ $(STAMP):
 	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/' -e '/^(trl|tokenizers|huggingface.hub|hf.xet|accelerate|peft)=/d') constraints.txt > $(PINS))
 	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))"
 	@$(PIP) -e '.[dev,docs]'
+	@# What tests start with is compiled here, and not by each of them at once; all of every package takes three times as long.
+	@$(BIN)/python -c 'import importlib, tests.helpers.distributed as t; [*map(importlib.import_module, t.PRELOAD)]'
 	@touch $@
 
 $(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
