@@ -24,6 +24,7 @@ from ds_hf.config.docs import configuration_pages
 from ds_hf.config.elastic_keys import elastic_notes
 from ds_hf.config.explain import EffectiveValue, auto_keys, missing_packages, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
+from ds_hf.config.mesh import tensor_notes
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import schema_address, schema_text
 from ds_hf.config.triple import WorldSize
@@ -80,7 +81,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
         _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
     if notes := elastic_notes(config):
         _item(console, "elastic", "cyan", Text(notes[0].removeprefix("elasticity: ")))
-    for place, text in missing_packages(config):
+    for place, text in (*missing_packages(config), *tensor_notes(config)):
         _item(console, "note", "yellow", Text.assemble((place, "bold"), f": {text}"))
     for message, faults in grouped(config.warnings):
         names = ", ".join(_key(fault.place) + (f" (line {fault.line})" if fault.line else "") for fault in faults)

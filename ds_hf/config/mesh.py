@@ -35,6 +35,7 @@ __all__ = [
     "mesh_shape",
     "refuse_beside_pipelines",
     "require_features",
+    "tensor_notes",
 ]
 
 MPU, MESH_PARAM, MODEL = "initialize(mpu=...)", "initialize(mesh_param=...)", "initialize(model=...)"
@@ -110,6 +111,24 @@ def divides_layers(config: Config, given: Sequence[Claim]) -> bool:
     tensor = [claim for claim in (*_file_claims(config), *given) if claim.axis == "tensor" and claim.size > 1]
     asked = any(claim.pointer not in (MPU, MODEL, TOPOLOGY, MODEL_TOPOLOGY) for claim in tensor)
     return asked and not any(claim.pointer == MODEL for claim in tensor)
+
+
+def tensor_notes(config: Config) -> list[tuple[str, str]]:
+    """Keys that say how layers are shared, with what they lack, in a file that does not say that they are."""
+    section = config.tensor_parallel
+    if any(claim.axis == "tensor" for claim in _file_claims(config)):
+        return []
+    given = {
+        "ds_hf.tensor_sequence_parallel": config.ds_hf.tensor_sequence_parallel,
+        "tensor_parallel.vocab_parallel_lm_head": section.vocab_parallel_lm_head,
+        "tensor_parallel.partition_config": section.partition_config is not None,
+        "tensor_parallel.preset_model": section.preset_model is not None,
+    }
+    lacks = (
+        "no effect without tensor_parallel.autotp_size above 1, unless the script says it (tp_size of a "
+        "ParallelismConfig, tp_model_init)"
+    )
+    return [(name, lacks) for name, value in given.items() if value]
 
 
 # -- sources ------------------------------------------------------------------------------------------------------

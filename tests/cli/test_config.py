@@ -170,6 +170,14 @@ def test_packages_that_monitors_lack_are_told(tmp_path: Path, monkeypatch: pytes
     assert "comet_ml" not in out
 
 
+def test_how_layers_are_shared_needs_that_they_are(tmp_path: Path) -> None:
+    file, said = tmp_path / "ds.json", "ds_hf.tensor_sequence_parallel: no effect without tensor_parallel.autotp_size"
+    given = {"train_micro_batch_size_per_gpu": 1, "ds_hf": {"tensor_sequence_parallel": True}}
+    for more, expected in (({}, True), ({"tensor_parallel": {"autotp_size": 2}}, False)):
+        file.write_text(json.dumps({**given, **more}))
+        assert (said in run(app, ["config", "check", str(file)]).output) == expected
+
+
 @pytest.mark.parametrize("name", ["mlflow", "trackio", "swanlab"])
 def test_what_the_trainer_reports_to_is_no_section(name: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"

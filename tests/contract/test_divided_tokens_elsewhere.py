@@ -207,3 +207,53 @@ def test_gradient_of_a_gradient() -> None:
     for rank in run_distributed(penalties, 2, timeout=60):
         for found in rank:
             assert_equal({"first": found[0], "second": found[1]}, {"first": first, "second": second})
+
+
+# -- losses on what is between two blocks ------------------------------------------------------------------------------
+
+
+def with_losses_of_parts() -> dict[Any, str]:
+    """What is said at the third step, when a loss on hidden states of a block begins that a hook keeps, and with hooks
+    that keep nothing or change what the next block gets."""
+    said: dict[Any, str] = {}
+    for name, index in [("look", 1), ("change", 1), ("keep", 0), ("keep", 1), ("keep", 2), ("keep before", 1)]:
+        model: Any = build("llama").double().train()
+        if index == 1:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine = engine_of(model, "llama", 2, 1)
+        kept: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, output: Any, name: str = name, kept: list[Tensor] = kept) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            kept.append(hidden)
+            if name == "change":
+                return (hidden * 2, *output[1:]) if isinstance(output, tuple) else hidden * 2
+            return None
+
+        def before(module: nn.Module, args: Any, kept: list[Tensor] = kept) -> None:
+            kept.append(args[0])
+
+        for step, ids in enumerate(samples()):
+            layer = engine.module.model.layers[index]
+            if step == 2:
+                layer.register_forward_pre_hook(before) if name == "keep before" else layer.register_forward_hook(hook)
+            loss = loss_of(engine, ids)
+            try:
+                engine.backward(loss + kept[0].pow(2).mean() if step == 2 and name.startswith("keep") else loss)
+            except ConfigError as error:
+                said[name, index] = str(error)
+            else:
+                engine.step()
+                said[name, index] = ""
+        engine.destroy()
+    return said
+
+
+def test_a_loss_on_a_part_is_refused_at_any_step() -> None:
+    for said in run_distributed(with_losses_of_parts, 2, timeout=90):
+        for (name, index), text in said.items():
+            if name.startswith("keep"):
+                given = index - (name == "keep before")
+                assert f"model.layers.{given} gave hidden states of a part of the tokens" in text
+            else:
+                assert text == "", name

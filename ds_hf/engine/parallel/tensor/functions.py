@@ -22,6 +22,7 @@ pass through.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ __all__ = [
     "copy_to",
     "gather_last",
     "gather_tokens",
+    "pass_on",
     "reduce_from",
     "split_last",
     "split_tokens",
@@ -158,6 +160,11 @@ def split_tokens(x: Tensor, place: Place) -> Tensor:
     """This process's tokens of ``x``, ``[..., hidden]``, which is the same on all: ``[1, ..., tokens, hidden]`` with as
     many dimensions. Where they do not divide, the last ones are zeros."""
     return _apply(_SplitTokens, x, place)
+
+
+def pass_on(part: Tensor, told: Callable[[Tensor], None]) -> Tensor:
+    """``part``, this process's tokens; ``told`` gets its gradient, before others are added to it."""
+    return _apply(_PassOn, part, told)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -368,6 +375,18 @@ class _SumOfTokens(torch.autograd.Function):
         return _apply(_OfGathered, grad, found, ctx.place) if _makes_graph() else found, None
 
 
+class _PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, told: Callable[[Tensor], None]) -> Tensor:
+        ctx.told = told
+        return part.detach()  # no view for autograd, so what gets it may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.told(grad)
+        return grad, None
+
+
 # On which side of a function its input is: the same on all processes, or a part of it on each.
 # Of divided tokens each process has a part, too.
 SIDES: dict[type, str] = {
@@ -380,4 +399,5 @@ SIDES: dict[type, str] = {
     _SplitTokens: "whole",
     _OfGathered: "part",
     _SumOfTokens: "part",
+    _PassOn: "part",
 }

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.parallel.tensor.functions import DividedTokens, Place, gather_tokens, split_tokens
+from ds_hf.engine.parallel.tensor.handed import Handed
 from ds_hf.engine.parallel.tensor.styles import (
     AllReduced,
     Colwise,
@@ -100,6 +101,17 @@ class _Here:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Here:
         return self
 
+    def refuse_loss(self) -> None:
+        """
+        Raises:
+            ConfigError: something beside the model's own blocks computed with hidden states that this block gave.
+        """
+        raise _unfit(
+            self,
+            "gave hidden states of a part of the tokens, and a loss was computed of them beside the next block's (a "
+            "forward hook, hidden states that were kept): it, and its gradient, would be of that part alone",
+        )
+
 
 class TokensBlock(CutModule):
     """A block that is given this process's tokens, and gives them."""
@@ -116,6 +128,9 @@ class TokensBlock(CutModule):
         hidden = _input(here, args, kwargs)
         shape = (None if here.first else line.running) if compiling else _whole_shape(hidden)
         alone = False
+        if shape is not None and not compiling:
+            hidden = _take(hidden, self)
+            args, kwargs = _with_input(hidden, args, kwargs)
         if shape is None:
             if not torch.is_grad_enabled():
                 return super().__call__(*args, **kwargs)
@@ -133,13 +148,16 @@ class TokensBlock(CutModule):
         else:
             with torch.compiler.set_stance("force_eager"):  # what is compiled later is tried out first
                 found = super().__call__(*args, **kwargs)
+        part = _output(found)
+        handed = None if compiling else Handed(part, here.refuse_loss)
         if not alone and not here.last:
-            if not compiling:
-                _remember(_output(found), shape)
+            if handed is not None:
+                _remember(part, shape, handed)
             return found
         if not alone and not again:
             line.running = None
-        return _with_output(gather_tokens(_output(found), here.place, shape), found)
+        part = part if handed is None else handed.to_next(part)
+        return _with_output(gather_tokens(part, here.place, shape), found)
 
     def forward(self, *args: Any, _ds_shape: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
         if _ds_shape is None:
@@ -147,6 +165,8 @@ class TokensBlock(CutModule):
         here = self._ds_here
         tokens = here.line.tokens
         tokens.shape = _ds_shape
+        if not torch.compiler.is_compiling():
+            args, kwargs = _with_input(_take(_input(here, args, kwargs)), args, kwargs)
         if here.tried or torch.compiler.is_compiling() or _has_past(self, args, kwargs):
             try:
                 return super().forward(*args, **kwargs)
@@ -192,10 +212,23 @@ class TokensBranch(CutModule):
 
 
 _WHOLE = "_ds_whole_shape"  # on hidden states between two blocks: shape of the whole, and version of what they are
+_HANDED = "_ds_handed"
 
 
-def _remember(part: Tensor, shape: tuple[int, ...]) -> None:
+def _remember(part: Tensor, shape: tuple[int, ...], handed: Handed) -> None:
     setattr(part, _WHOLE, (shape, None if part.is_inference() else part._version))
+    setattr(part, _HANDED, handed)
+
+
+def _take(hidden: Tensor, block: nn.Module | None = None) -> Tensor:
+    """``hidden`` as ``block`` is given it, or as its forward is where hooks before that look at it."""
+    handed = getattr(hidden, _HANDED, None)
+    if handed is None:
+        return hidden
+    hidden = handed.to_next(hidden)
+    if block is not None and any(not isinstance(hook, Hook) for hook in block._forward_pre_hooks.values()):
+        setattr(hidden, _HANDED, Handed(hidden, handed.fault, unseen=True))
+    return hidden
 
 
 def _whole_shape(hidden: Tensor) -> tuple[int, ...] | None:
