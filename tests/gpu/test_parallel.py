@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf import initialize
+from ds_hf.deepspeed_api.sequence import attention
+from ds_hf.engine.comm import peer_exchanges
 from tests.contract import test_hierarchical, test_onebit, test_sequence_parity, test_tensor_parallel, test_wire
 from tests.contract.test_parity import CLIP
 from tests.engine.parallel.pipeline import test_training as pipelines
@@ -32,6 +34,21 @@ def on_two(fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
     return run_distributed(fn, 2, *args, timeout=150, backend="nccl", **kwargs)
 
 
+def by_copies(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """``fn`` with activations that travel by copies between the GPUs, however small; how many exchanges they were."""
+    peer_exchanges.LEAST_PUSHED_NBYTES = attention._LEAST_TOKENS = 0
+    pushed = 0
+    push = peer_exchanges.PeerExchanges._push
+
+    def counted(*args: Any) -> Any:
+        nonlocal pushed
+        pushed += 1
+        return push(*args)
+
+    peer_exchanges.PeerExchanges._push = counted  # type: ignore[method-assign]
+    return fn(*args, **kwargs), pushed
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kind", ["llama", "fused", "gpt2"])
 def test_cut_layers(kind: str, stage: int) -> None:
@@ -44,6 +61,15 @@ def test_divided_tokens(kind: str, stage: int) -> None:
     own = {"tensor_sequence_parallel": True}
     found = on_two(test_tensor_parallel.train, kind, 2, stage, 2, CLIP, dtype=FP64, ds_hf=own)
     test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_divided_tokens_by_copies(stage: int) -> None:
+    own = {"tensor_sequence_parallel": True}
+    each = on_two(by_copies, test_tensor_parallel.train, "llama", 2, stage, 2, CLIP, dtype=FP64, ds_hf=own)
+    assert all(pushed > 0 for _, pushed in each)
+    found = [result for result, _ in each]
+    test_tensor_parallel.check(found, "llama", 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
 
 
 def compiled_layers(stage: int, **own: Any) -> tuple[list[float], Any]:
@@ -97,6 +123,13 @@ def test_a_cut_model_generates(stage: int) -> None:
 @pytest.mark.parametrize("more", [{}, {"kv_heads": 1, "checkpointing": True}], ids=["heads", "few key heads"])
 def test_divided_sequences(more: dict[str, Any]) -> None:
     for errors in on_two(test_sequence_parity.gradients_of_stages, [0, 1, 2, 3], 2, **more):
+        assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("more", [{}, {"kv_heads": 4, "checkpointing": True}], ids=["at once", "in chunks"])
+def test_divided_sequences_by_copies(more: dict[str, Any]) -> None:
+    for errors, pushed in on_two(by_copies, test_sequence_parity.gradients_of_stages, [0, 2, 3], 2, **more):
+        assert pushed > 0
         assert max(errors) < 1e-10
 
 

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import SequenceDivision, division_of
+from ds_hf.engine.comm.peer_exchanges import PeerExchanges, exchanges_for
+from ds_hf.engine.parallel.sequence.chunks import ChunkedHeads
 from ds_hf.engine.parallel.sequence.heads import gather_tokens, scatter_tokens
 
 __all__ = ["attend", "divided_attention", "replace_core"]
 
 _CORE = "_ds_hf_core"
+_CHUNKS = 2
+_LEAST_TOKENS = 4096  # of a sequence: attention to fewer takes no longer than they travel
 
 
 def replace_core(name: str) -> None:
@@ -76,16 +80,60 @@ def attend(
     _check(division, what, query, key, attention_mask, kwargs)
     division.calls += 1
     heads = query.shape[1]
-    query, key, value, groups = gather_tokens(query, key, value, axis, what)
     if kwargs.get("s_aux") is not None:  # learned sinks, one for each head
         kwargs["s_aux"] = kwargs["s_aux"].unflatten(0, (axis.world_size, heads // axis.world_size))[axis.rank]
-    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-1] != query.shape[2]:
+    whole = query.shape[2] * axis.world_size
+    if (positions := kwargs.get("position_ids")) is not None and positions.shape[-1] != whole:
         kwargs["position_ids"] = division.whole(positions, "position_ids") if division.by_positions else None
+    if (copies := _copies_for_chunks(division, query, key, value, attention_mask, kwargs)) is not None:
+        return _attend_in_chunks(core, copies, what, module, query, key, value, attention_mask, *args, **kwargs)
+    query, key, value, groups = gather_tokens(query, key, value, axis, what)
     with _groups(module, groups):
         context, *others = core(module, query, key, value, attention_mask, *args, **kwargs)
     if context.ndim == 3:
         context = context.unflatten(-1, (heads // axis.world_size, -1))
     return scatter_tokens(context, axis, what), *others
+
+
+def _copies_for_chunks(
+    division: SequenceDivision, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> PeerExchanges | None:
+    """What chunks of heads travel by, where one can attend while another travels: by copies between GPUs, in one of the
+    cores whose heads know nothing of each other, and whose gradients nobody differentiates."""
+    axis = division.axis
+    n = axis.world_size
+    nbytes = sum(each.nbytes for each in (query, key, value)) // n * (n - 1)
+    copies = exchanges_for(axis, query, nbytes)
+    if copies is None or not division.core.startswith(("sdpa", "flash_attention")):
+        return None
+    if any(each.shape[1] % (_CHUNKS * n) for each in (query, key)) or query.shape[2] * n < _LEAST_TOKENS:
+        return None
+    drops, by_heads = kwargs.get("dropout"), mask is not None and mask.ndim > 2 and mask.shape[1] > 1
+    return None if drops or by_heads else copies
+
+
+def _attend_in_chunks(
+    core: Callable[..., Any],
+    copies: PeerExchanges,
+    what: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    there = ChunkedHeads(copies, heads=1, tokens=2, count=_CHUNKS, what=f"heads of {what}")
+    back = ChunkedHeads(copies, heads=2, tokens=1, count=_CHUNKS, what=f"context of {what}")
+    heads, sinks = query.shape[1] // copies.axis.world_size // _CHUNKS, kwargs.get("s_aux")
+    leaving = []
+    for chunk, coming in enumerate(there.spread([query, key, value])):
+        if sinks is not None:
+            kwargs["s_aux"] = sinks.unflatten(0, (_CHUNKS, -1))[chunk]
+        context, *others = core(module, *there.arrived(chunk, coming), attention_mask, *args, **kwargs)
+        leaving.append(back.send(chunk, context.unflatten(-1, (heads, -1)) if context.ndim == 3 else context))
+    return back.collected(leaving), *others
 
 
 @contextmanager

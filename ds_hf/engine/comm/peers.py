@@ -166,7 +166,7 @@ class _Opened(Observer):
 
 
 def attach_exchanges(engine: Any) -> None:
-    """Open those along the axes that divide the engine's activations. Collective; a feature, see ``engine.features``."""
+    """Open those along the axes that divide the engine's activations; a feature of it. Collective."""
     opened = []
     for name in ("sequence", "tensor"):
         if getattr(engine.mesh.shape, name) == 1 or (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ds_hf.engine.comm.collectives import all_to_all
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.comm.peer_exchanges import PeerExchanges, exchanges_for
+from ds_hf.engine.comm.peer_exchanges import PeerExchanges, exchanges_for, laid_as
 
 __all__ = ["Exchange", "exchange"]
 
@@ -97,16 +96,10 @@ def _run_copies(tensors: Sequence[Tensor], ways: Sequence[Exchange], copies: Pee
         sources.append(torch.unflatten(tensor, way.cut, (n, -1)).movedim(way.cut, 0))  # [n, *piece]
         shape = list(sources[-1].shape[1:])
         shape[way.join] *= n
-        order = sorted(range(tensor.dim()), key=partial(_slowest, tensor))
-        laid = tensor.new_empty([shape[dim] for dim in order])
-        results.append(laid.permute([order.index(dim) for dim in range(tensor.dim())]))
+        results.append(laid_as(tensor, shape))
         targets.append(torch.unflatten(results[-1], way.join, (n, -1)).movedim(way.join, 0))
     copies.exchange(sources, targets, what)
     return results
-
-
-def _slowest(tensor: Tensor, dim: int) -> int:
-    return -tensor.stride(dim)
 
 
 def _run_equal(tensors: Sequence[Tensor], ways: Sequence[Exchange], axis: Axis, what: str) -> list[Tensor]:
