@@ -19,8 +19,8 @@ compares them, and ties equal ones. At rest all are equal, so they are gathered 
 Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
 constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
 
-``num_parameters`` adds up ``numel()``, which is 0 of a parameter at rest; the Trainer's ``total_flos`` and the index of
-a model saved in several files are made of it.
+``num_parameters`` adds up ``numel()``, which is 0 of a parameter at rest and a part of one that is cut; the Trainer's
+``total_flos`` and the index of a model saved in several files are made of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
-from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.cut import is_cut, whole_shape
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import DsHfError
@@ -136,7 +136,7 @@ def _counting_released(
         if exclude_embeddings:
             left_out = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
         return wrapped(only_trainable, exclude_embeddings) + sum(
-            logical_shape(param).numel() - param.numel()
+            whole_shape(param, logical_shape(param)).numel() - param.numel()
             for name, param in model.named_parameters()
             if name not in left_out and (param.requires_grad or not only_trainable)
         )

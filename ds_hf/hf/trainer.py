@@ -6,7 +6,8 @@
 - checkpoints that are written in the background: ``save_total_limit`` removes none before a later one is on disk,
   ``train()`` returns when the last one is, and none is uploaded before it is.
 - ``get_last_checkpoint`` and ``resume_from_checkpoint=True`` pass over a checkpoint whose saving was interrupted.
-- ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest.
+- ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest and of
+  parts; tokens and operations of processes that share layers, which have the same samples.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
@@ -57,6 +58,8 @@ def wrap_trainer(module: ModuleType) -> None:
         "log": _log_skipped_steps,
         "save_model": _save_without_engine,
         "get_num_trainable_parameters": _count_trainable,
+        "_track_num_input_tokens": _count_tokens_once,
+        "floating_point_ops": _count_operations_once,
     }
     for name, hook in hooks.items():
         wrap(module, f"Trainer.{name}", hook)
@@ -274,5 +277,24 @@ def _count_trainable(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs)
     if not trainer.is_deepspeed_enabled:
         return int(wrapped(*args, **kwargs))
     from ds_hf.engine.zero.buffer import logical_shape
+    from ds_hf.engine.zero.cut import whole_shape
 
-    return sum(logical_shape(param).numel() for param in trainer.model.parameters() if param.requires_grad)
+    trained = [param for param in trainer.model.parameters() if param.requires_grad]
+    return sum(whole_shape(param, logical_shape(param)).numel() for param in trained)
+
+
+def _sharing(trainer: Any) -> int:
+    """How many processes have the same samples, each of which the Trainer adds up."""
+    engine = engine_of(trainer)
+    return 1 if engine is None else int(engine.mesh.shape.tensor)
+
+
+def _count_tokens_once(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> None:
+    before = trainer.state.num_input_tokens_seen
+    wrapped(*args, **kwargs)
+    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // _sharing(trainer)
+
+
+def _count_operations_once(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    found, sharing = wrapped(*args, **kwargs), _sharing(trainer)
+    return found if sharing == 1 else found / sharing

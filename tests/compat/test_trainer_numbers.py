@@ -159,10 +159,12 @@ def test_weights_used_twice_are_reduced_once(tmp_path: Path) -> None:
 
 
 def counted(folder: Path) -> Any:
-    """Elements of all kinds, operations, and what the index of a model in several files says."""
+    """Elements of all kinds, operations and tokens, and what the index of a model in several files says."""
     results = []
-    for name, deepspeed in (("plain", None), ("ours", config(3))):
-        trainer = make_trainer(folder, deepspeed)
+    shared = config(1, tensor_parallel={"autotp_size": WORLD})
+    for name, deepspeed, size in (("plain", None, 2), ("ours", config(3), 2), ("shared", shared, 2 * WORLD)):
+        more = {"include_num_input_tokens_seen": "all", "per_device_train_batch_size": size}
+        trainer = make_trainer(folder, deepspeed, **more)
         trainer.model.lm_head.requires_grad_(False)
         trainer.train()
         model = trainer.model
@@ -174,16 +176,15 @@ def counted(folder: Path) -> Any:
         index = json.loads((folder / name / "model.safetensors.index.json").read_text())["metadata"]
         counts = [model.num_parameters(**each) for each in flags]
         trainable = trainer.get_num_trainable_parameters()
-        results.append(
-            (counts, trainable, trainer.state.total_flos, trainer.state.log_history[-1]["total_flos"], index)
-        )
+        logged = [trainer.state.log_history[-1][name] for name in ("total_flos", "num_input_tokens_seen")]
+        results.append((counts, trainable, trainer.state.total_flos, logged, index))
     return results
 
 
 @pytest.mark.feature("Trainer", "`total_flos`, `num_parameters`, `get_num_trainable_parameters` at stage 3")
 def test_released_parameters_are_counted(tmp_path: Path) -> None:
-    for plain, ours in run_user_code(counted, tmp_path):
-        assert ours == plain
+    for plain, ours, shared in run_user_code(counted, tmp_path):
+        assert ours == shared == plain
         (every, trains, others), trainable, *_ = ours
         assert trainable == trains == others == every - 128 * 32
 
