@@ -36,17 +36,17 @@ def on_two(fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
 
 def by_copies(fn: Any, *args: Any, **kwargs: Any) -> Any:
     """``fn`` with activations that travel by copies between the GPUs, however small; how many exchanges they were."""
-    peer_exchanges.LEAST_PUSHED_NBYTES = attention._LEAST_TOKENS = 0
-    pushed = 0
-    push = peer_exchanges.PeerExchanges._push
+    peer_exchanges.LEAST_EXCHANGED_NBYTES = attention._LEAST_TOKENS = 0
+    brought = 0
+    travel = peer_exchanges.PeerExchanges._travel
 
-    def counted(*args: Any) -> Any:
-        nonlocal pushed
-        pushed += 1
-        return push(*args)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal brought
+        brought += 1
+        return travel(*args, **kwargs)
 
-    peer_exchanges.PeerExchanges._push = counted  # type: ignore[method-assign]
-    return fn(*args, **kwargs), pushed
+    peer_exchanges.PeerExchanges._travel = counted  # type: ignore[method-assign]
+    return fn(*args, **kwargs), brought
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -67,7 +67,7 @@ def test_divided_tokens(kind: str, stage: int) -> None:
 def test_divided_tokens_by_copies(stage: int) -> None:
     own = {"tensor_sequence_parallel": True}
     each = on_two(by_copies, test_tensor_parallel.train, "llama", 2, stage, 2, CLIP, dtype=FP64, ds_hf=own)
-    assert all(pushed > 0 for _, pushed in each)
+    assert all(brought > 0 for _, brought in each)
     found = [result for result, _ in each]
     test_tensor_parallel.check(found, "llama", 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
 
@@ -128,8 +128,8 @@ def test_divided_sequences(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"kv_heads": 4, "checkpointing": True}], ids=["at once", "in chunks"])
 def test_divided_sequences_by_copies(more: dict[str, Any]) -> None:
-    for errors, pushed in on_two(by_copies, test_sequence_parity.gradients_of_stages, [0, 2, 3], 2, **more):
-        assert pushed > 0
+    for errors, brought in on_two(by_copies, test_sequence_parity.gradients_of_stages, [0, 2, 3], 2, **more):
+        assert brought > 0
         assert max(errors) < 1e-10
 
 

@@ -1,17 +1,15 @@
 """What activations need of other processes, by copies between the GPUs of one host, see ``peers``: all-to-alls of
 pieces, gathers, and sums that leave each process its part.
 
-Against NCCL's collectives: a piece goes from where the model computed it straight into the memory of the process that
-it is for, and from there to where that one reads it. NCCL wants pieces in one buffer and gives another, which is two
-more passes over the memory. And copy engines do it, beside a computation that has all multiprocessors.
+A rank puts what others are to get into a slot of its own memory. On the communication stream all meet, and each copies
+what it is to get out of the others' slots, straight to where it is read. NCCL wants pieces in one buffer and gives
+another, which is one more pass over the memory; and copy engines take no multiprocessor from a computation beside them.
+(To push into the others' memory saves nothing, and not every GPU can be told to see what came before it was told so.)
 
-What comes lies in one of a few slots. On the communication stream a rank pushes, and then meets the others: what they
-pushed has come. The main stream waits for that, and takes it out of the slot. The communication stream begins each push
-behind what the main stream was given before. So once all ranks have met again after they took what came in a slot, it
-may be written to; where no push came in between, they meet for that alone.
-
-All ranks ask for the same in the same order, so slots and meetings agree. That pieces lie in the same order of
-dimensions on all of them is seen from the log of the axis, which compares it.
+A slot is written to again when all ranks have met once more on their communication streams, behind their copies; where
+no exchange came in between, they meet for that alone. All ranks ask for the same in the same order, so slots and
+meetings agree. That pieces lie in the same order of dimensions on all of them is seen from the log of the axis, which
+compares it.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.errors import DsHfError
 
-__all__ = ["LEAST_PUSHED_NBYTES", "PeerExchanges", "Started", "exchanges_for", "laid_as"]
+__all__ = ["LEAST_EXCHANGED_NBYTES", "PeerExchanges", "Started", "exchanges_for", "laid_as"]
 
 # That a process sends in one exchange. Below, the host is what the GPUs wait for, and NCCL's one launch is faster.
-LEAST_PUSHED_NBYTES = 8 << 20
+LEAST_EXCHANGED_NBYTES = 8 << 20
 # Two chunks of heads on their way, the gradient of one that waits while a checkpoint computes them again, and one that
-# is empty long enough. What a checkpoint began and did not end (it stops when it has what it needs) gives way.
+# others have left. What a checkpoint began and did not end (it stops when it has what it needs) gives way.
 _SLOTS = 4
-_ALIGNMENT = 512  # bytes: where pieces of any dtype may begin
+_ALIGNMENT = 512  # bytes: where pieces of any dtype may begin, and the shortest run that a copy engine is given
 _WORD = torch.complex128  # 16 bytes, which a kernel copies at once
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
@@ -50,20 +48,35 @@ class _Piece(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An exchange that is under way: its number, its slot, and what waits for it and takes what came."""
+    """An exchange that is under way: its number, its slot, and what waits for it."""
 
     number: int
     slot: int
-    take: Callable[[], None]
+    wait: Callable[[], None]
+
+
+class _Slot:
+    """What a rank knows of one.
+
+    Attributes:
+        number: of the exchange that it is for; ``under_way``: it was not finished yet.
+        kept: what is written to until then.
+        left: when all ranks have met behind their copies out of it; ``None`` before they were asked to.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.under_way = 0, False
+        self.kept: Sequence[Tensor] = ()
+        self.left: Awaited | None = None
 
 
 class PeerExchanges:
-    """Of the ranks of ``axis``, which write into each other's memory. What one rank asks for all ask for, in one order.
+    """Of the ranks of ``axis``, which read each other's memory. What one rank asks for all ask for, in one order.
 
     Args:
         mapping: as ``Peers`` has it.
         meet: collective; what the current streams of all ranks were given before comes before what they get next.
-        stream: on which ranks push and meet, and nothing else.
+        stream: on which ranks meet and copy, and nothing else.
     """
 
     def __init__(
@@ -74,12 +87,10 @@ class PeerExchanges:
         stream: CommStream,
     ) -> None:
         self.axis, self._mapping, self._meet, self._stream = axis, mapping, meet, stream
-        self._slots: Sequence[Tensor] = ()  # of each rank, [slots, other ranks, bytes]
+        self._memory: Sequence[Tensor] = ()  # of each rank, [slots, other ranks, bytes]
         self._row_nbytes = 0
         self._count = 0  # exchanges that were started
-        self._meetings = 0
-        self._holders: list[int | None] = [None] * _SLOTS  # exchanges whose values lie in each slot
-        self._emptied = [-1] * _SLOTS  # how many meetings there had been
+        self._slots = [_Slot() for _ in range(_SLOTS)]
         self._rows: dict[tuple[Any, ...], Tensor] = {}
 
     def exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor], what: str) -> None:
@@ -100,10 +111,10 @@ class PeerExchanges:
         pieces = _pieces(sources, (rank + 1) % self.axis.world_size)
         laid = " ".join("".join(map(str, piece.order)) for piece in pieces)
         with self.axis.log("all-to-all", f"{what} ({laid})", sources[0].as_strided((total,), (0,))):
-            slot, came, rows = self._push(sources, pieces)
+            slot, came = self._travel(sources, targets, pieces)
             for source, target in zip(sources, targets, strict=True):
                 _copy(target[rank], source[rank])
-        return Started(self._count, slot, self.axis.log.waiting(partial(_take, came, rows, pieces, targets)))
+        return Started(self._count, slot, self.axis.log.waiting(partial(wait, came)))
 
     def finish(self, started: Started) -> None:
         """The main stream goes on when what was started has come, and lies in its targets. Collective.
@@ -111,71 +122,84 @@ class PeerExchanges:
         Raises:
             DsHfError: its slot was taken by a later one.
         """
-        if self._holders[started.slot] != started.number:
+        slot = self._slots[started.slot]
+        if not slot.under_way or slot.number != started.number:
             raise DsHfError("an exchange of activations was to be finished twice, or too many were under way")
-        started.take()
-        self._empty(started.slot)
+        started.wait()
+        slot.under_way, slot.kept = False, ()
 
     def gather(self, whole: Tensor, part: Tensor, what: str) -> None:
         """Fill ``whole``, ``[ranks * n]``, with every rank's ``part``, ``[n]``. Collective."""
         ranks, rank = self.axis.world_size, self.axis.rank
         parts, given = whole.view(ranks, -1), part.expand(ranks, -1)
         with self.axis.log("all-gather", what, part):
-            pieces = _pieces([given], rank)
-            slot, came, rows = self._push([given], pieces)
+            slot, came = self._travel([given], [parts], _pieces([given], rank), one_for_all=True)
             _copy(parts[rank], part)
-            _take(came, rows, pieces, [parts])
-            self._empty(slot)
+            self.finish(Started(self._count, slot, partial(wait, came)))
 
     def sum_of_parts(self, whole: Tensor, what: str) -> Tensor:
         """This rank's part, ``[n]``, of the sum of all ranks' ``whole``, ``[ranks * n]``, taken in fp32 in the order of
         the ranks and rounded once. Collective."""
         ranks, rank = self.axis.world_size, self.axis.rank
         parts = whole.view(ranks, -1)
+        arrived = torch.empty_like(parts)
         with self.axis.log("reduce-scatter", what, parts[rank]):
-            slot, came, rows = self._push([parts], _pieces([parts], rank))
-            wait(came)
-            found = {rank: parts[rank], **{other: row for other, (row,) in rows.items()}}
+            slot, came = self._travel([parts], [arrived], _pieces([parts], rank))
+            self.finish(Started(self._count, slot, partial(wait, came)))
+            each = [parts[rank] if other == rank else arrived[other] for other in range(ranks)]
             if ranks == 2:
-                total = found[0] + found[1]
-            else:
-                total = found[0].float()
-                for other in range(1, ranks):
-                    total += found[other]
-            self._empty(slot)
+                return each[0] + each[1]
+            total = each[0].float()
+            for part in each[1:]:
+                total += part
             return total.to(whole.dtype)
 
-    def _push(
-        self, sources: Sequence[Tensor], pieces: tuple[_Piece, ...]
-    ) -> tuple[int, Awaited | None, dict[int, list[Tensor]]]:
-        """Send each ``[ranks, *piece]``: the slot, when what others sent has come, and the rows of each of them in
-        which it lies."""
+    def _travel(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        pieces: tuple[_Piece, ...],
+        *,
+        one_for_all: bool = False,
+    ) -> tuple[int, Awaited | None]:
+        """Bring what others have for this rank into ``targets``: the slot, and when it has come."""
         rank, ranks = self.axis.rank, self.axis.world_size
         if (nbytes := pieces[-1].begin + pieces[-1].nbytes) > self._row_nbytes:
             self._make_room(nbytes)
         self._count += 1
-        slot = min(range(_SLOTS), key=lambda slot: (self._holders[slot] or 0, self._emptied[slot]))
-        self._holders[slot] = self._count
-        rows = {}
+        slot = min(range(_SLOTS), key=lambda place: (self._slots[place].under_way, self._slots[place].number))
+        self._take_over(slot, targets)
+        for step in range(1, ranks if not one_for_all else 2):
+            other = (rank + step) % ranks
+            for piece, source in zip(pieces, sources, strict=True):
+                # What rank p has for rank r lies with it in row r - p - 1, modulo the number of ranks.
+                _copy(self._row(rank, slot, step - 1, piece, source), source[other].permute(piece.order))
         with self._stream:
-            if self._emptied[slot] == self._meetings:  # others may still be taking what came there
-                self._met()
+            self._met(but=slot)
             for step in range(1, ranks):  # each begins with another
-                other = (rank + step) % ranks
-                # What rank p sends to rank r lies there in row p - r - 1, modulo the number of ranks.
-                there = [self._row(other, slot, ranks - step - 1, *each) for each in zip(pieces, sources, strict=True)]
-                for row, piece, source in zip(there, pieces, sources, strict=True):
-                    _send(row, source[other].permute(piece.order), self._stream)
-                rows[other] = [self._row(rank, slot, step - 1, *each) for each in zip(pieces, sources, strict=True)]
-            self._met()
-            return slot, self._stream.event(), rows
+                other = (rank - step) % ranks
+                for piece, target in zip(pieces, targets, strict=True):
+                    row = self._row(other, slot, 0 if one_for_all else step - 1, piece, target)
+                    _bring(target[other].permute(piece.order), row, self._stream)
+            return slot, self._stream.event()
 
-    def _empty(self, slot: int) -> None:
-        self._holders[slot], self._emptied[slot] = None, self._meetings
+    def _take_over(self, place: int, targets: Sequence[Tensor]) -> None:
+        """The main stream goes on when all ranks have left the slot."""
+        slot = self._slots[place]
+        if slot.number:
+            if slot.left is None:
+                with self._stream:
+                    self._met()
+            wait(slot.left)
+        slot.number, slot.under_way, slot.kept, slot.left = self._count, True, targets, None
 
-    def _met(self) -> None:
+    def _met(self, but: int | None = None) -> None:
+        """All meet on the communication stream: behind their copies out of all slots ``but`` one that is new."""
         self._meet()
-        self._meetings += 1
+        met = self._stream.event() or _AT_ONCE
+        for place, slot in enumerate(self._slots):
+            if place != but and slot.left is None:
+                slot.left = met
 
     def _row(self, owner: int, slot: int, row: int, piece: _Piece, like: Tensor) -> Tensor:
         """A piece in a slot, as it lies there; kept, for each view costs the host as much as half a launch."""
@@ -183,20 +207,27 @@ class PeerExchanges:
         found = self._rows.get(key)
         if found is None:
             nbytes = piece.shape.numel() * like.itemsize
-            there = self._slots[owner][slot, row, piece.begin : piece.begin + nbytes]
+            there = self._memory[owner][slot, row, piece.begin : piece.begin + nbytes]
             found = self._rows[key] = there.view(like.dtype).view([piece.shape[dim] for dim in piece.order])
         return found
 
     def _make_room(self, nbytes: int) -> None:
-        """Slots with rows of ``nbytes``. What is under way keeps its rows of the old ones, and its slot."""
+        """Slots with rows of ``nbytes``."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the others' memory is written to no more
+            torch.cuda.synchronize()  # this rank has left the others' memory; they map their new one after that, too
         others = self.axis.world_size - 1
         self._row_nbytes = nbytes
-        self._rows = {}
-        self._slots = ()
+        self._rows, self._memory = {}, ()
         mapped = self._mapping(_SLOTS * others * nbytes, torch.uint8)
-        self._slots = [each.view(_SLOTS, others, -1) for each in mapped]
+        self._memory = [each.view(_SLOTS, others, -1) for each in mapped]
+
+
+class _AtOnce:
+    def wait(self) -> None:
+        """Nothing is under way on a CPU."""
+
+
+_AT_ONCE = _AtOnce()
 
 
 def _order_of(tensor: Tensor) -> tuple[int, ...]:
@@ -210,15 +241,6 @@ def laid_as(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     order = _order_of(tensor)
     laid = tensor.new_empty([shape[dim] for dim in order])
     return laid.permute([order.index(dim) for dim in range(tensor.dim())])
-
-
-def _take(
-    came: Awaited | None, rows: dict[int, list[Tensor]], pieces: tuple[_Piece, ...], targets: Sequence[Tensor]
-) -> None:
-    wait(came)
-    for other, there in rows.items():
-        for row, piece, target in zip(there, pieces, targets, strict=True):
-            _copy(target[other].permute(piece.order), row)
 
 
 def _pieces(sources: Sequence[Tensor], place: int) -> tuple[_Piece, ...]:
@@ -255,28 +277,28 @@ class _Copy2d(ctypes.Structure):
     )
 
 
-def _send(row: Tensor, source: Tensor, stream: CommStream) -> None:
-    """Copy ``source`` into a contiguous ``row`` of another GPU: by a copy engine where it consists of runs of one
+def _bring(target: Tensor, row: Tensor, stream: CommStream) -> None:
+    """Copy a contiguous ``row`` of another GPU into ``target``: by a copy engine where that consists of runs of one
     length at one distance, else by a kernel."""
-    runs = _runs(source.shape, source.stride()) if stream.stream is not None else None
-    if runs is None or runs[0] * source.itemsize < _ALIGNMENT:
-        _copy(row, source)
+    runs = _runs(target.shape, target.stride()) if stream.stream is not None else None
+    if runs is None or runs[0] * target.itemsize < _ALIGNMENT:
+        _copy(target, row)
         return
-    length, distance = (each * source.itemsize for each in runs)
+    length, distance = (each * target.itemsize for each in runs)
     copy = _Copy2d(
         srcMemoryType=_DEVICE,
-        srcDevice=source.data_ptr(),
-        srcPitch=distance,
+        srcDevice=row.data_ptr(),
+        srcPitch=length,
         dstMemoryType=_DEVICE,
-        dstDevice=row.data_ptr(),
-        dstPitch=length,
+        dstDevice=target.data_ptr(),
+        dstPitch=distance,
         WidthInBytes=length,
-        Height=source.numel() * source.itemsize // length,
+        Height=target.numel() * target.itemsize // length,
     )
     assert stream.stream is not None
     error = _driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream.stream.cuda_stream))
     if error:
-        raise RuntimeError(f"the CUDA driver cannot copy activations to another GPU: error {error}")
+        raise RuntimeError(f"the CUDA driver cannot copy activations from another GPU: error {error}")
 
 
 @cache
@@ -323,7 +345,7 @@ def exchanges_for(axis: Axis, tensor: Tensor, nbytes: int) -> PeerExchanges | No
     """Those that an engine opened along ``axis``, where they are faster than NCCL for ``nbytes`` like ``tensor`` that
     each process sends."""
     opened = axis.log.exchanges
-    if opened is None or nbytes < LEAST_PUSHED_NBYTES or not tensor.is_cuda:
+    if opened is None or nbytes < LEAST_EXCHANGED_NBYTES or not tensor.is_cuda:
         return None
     found: PeerExchanges | None = opened()
     return found

@@ -3,8 +3,8 @@
 A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
 computation, none of NCCL's launches is paid for, and no rank waits for another, except after a write.
 
-Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``); so do activations
-(``PeerExchanges``).
+Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``). Activations, which are
+new each time, are copied out of slots (``PeerExchanges``).
 
 Invariants
 - What is gathered was written before a meeting of all ranks: on the stream at the latest, before the copies.
@@ -230,7 +230,7 @@ class _Gpus:
     def meet(self, channel: int) -> None:
         """Through numbers in the ranks' memory. By a kernel while a graph is captured, which would repeat the same
         numbers, and for what others pushed here where the GPU cannot be told to see it after their number."""
-        if torch.cuda.is_current_stream_capturing() or (channel != _GATHERS and not self._flushes):
+        if torch.cuda.is_current_stream_capturing() or (channel == _SUMS and not self._flushes):
             self._shared.barrier(channel=channel)
             return
         if self._signals is None:
