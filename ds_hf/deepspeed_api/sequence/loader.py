@@ -8,6 +8,7 @@ in one all-to-all. The loaders of an engine that divides sequences give all of t
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from ds_hf.deepspeed_api.sequence.checks import PACKED, looks_packed
 from ds_hf.engine.comm.collectives import all_to_all
 from ds_hf.engine.comm.mesh import Axis, axis_of
+from ds_hf.log import warn_once
 
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
@@ -85,6 +87,7 @@ class UlyssesSPDataLoaderAdapter:
         return batch
 
     _last = False  # the batches in hand are the loader's last ones
+    _compared = False
 
     def refill(self) -> None:
         """One batch of every process, divided. Collective.
@@ -101,7 +104,9 @@ class UlyssesSPDataLoaderAdapter:
         self._last = bool(getattr(self.dl, "end_of_dataloader", False))
         if self._last:
             self.dl.end_of_dataloader = False
-        found = divide_batches(batch, axis_of(self.sp_group, "sequence"), torch.device(self.device), self.keeps_labels)
+        axis, compares = axis_of(self.sp_group, "sequence"), not (self._same or self._compared)
+        self._compared = True
+        found = divide_batches(batch, axis, torch.device(self.device), self.keeps_labels, compares)
         if found is None:
             self.iter = None
             raise StopIteration
@@ -149,8 +154,13 @@ class _Pass:
             raise
 
 
-def divide_batches(batch: Any, axis: Axis, device: torch.device, keeps_labels: bool = False) -> list[Batch] | None:
+def divide_batches(
+    batch: Any, axis: Axis, device: torch.device, keeps_labels: bool = False, compares: bool = False
+) -> list[Batch] | None:
     """This process's part of the batch of every process, in their order; ``None`` where one has ended. Collective.
+
+    Args:
+        compares: say if all processes have the same batch.
 
     Raises:
         ValueError: on all processes, where the batch of one cannot be divided.
@@ -165,12 +175,20 @@ def divide_batches(batch: Any, axis: Axis, device: torch.device, keeps_labels: b
     others = {key: value for key, value in prepared.items() if key not in divided}
     forms = {key: (tuple(value.shape), value.dtype) for key, value in divided.items()}
     every: list[Any] = [None] * axis.world_size
+    sums = {key: _checksum(value) for key, value in divided.items()} if compares else {}
+    own = (batch is None, fault, forms, others, sums)
     with axis.log("all-gather", "forms of the batches"):
-        dist.all_gather_object(every, (batch is None, fault, forms, others), group=axis.group)
+        dist.all_gather_object(every, own, group=axis.group)
     if faults := [f"rank {axis.global_rank(rank)}: {told[1]}" for rank, told in enumerate(every) if told[1]]:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     if any(ended for ended, *_ in every):
         return None
+    if compares and all(told[4] == sums for told in every):
+        warn_once(
+            f"the {axis.world_size} processes of a sequence gave UlyssesSPDataLoaderAdapter the same batch: it takes a "
+            "batch of each in turn, so every batch is trained that many times. Give each process batches of its own "
+            "(DistributedSampler), or set loader.same_in_sequence = True, and each is shared once"
+        )
     parts = _exchange_parts(divided, [told[2] for told in every], axis, device)
     return [{**part, **told[3]} for part, told in zip(parts, every, strict=True)]
 
@@ -203,6 +221,10 @@ def _nbytes(form: tuple[tuple[int, ...], torch.dtype], n: int) -> int:
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _checksum(value: Tensor) -> int:
+    return zlib.crc32(_bytes([value.detach().cpu()], torch.device("cpu")).numpy().tobytes())
 
 
 def _is_divided(key: str, value: Any) -> bool:

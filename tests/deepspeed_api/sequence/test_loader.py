@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api.sequence.loader import UlyssesSPDataLoaderAdapter
+from ds_hf.log import logger
 from tests.compat.trainer_code import tiny_llama
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 Batch = dict[str, Any]
 
@@ -219,3 +221,24 @@ def test_the_loaders_of_an_engine_are_divided_once() -> None:
     first, second = run_distributed(of_an_engine, 2, timeout=30)
     assert first == [[0, 20, 40], [0, 20, 40], [40, 40]]  # a sampler of the script's own is of each process
     assert second == [[3, 23, 43], [3, 23, 43], [43, 43]]
+
+
+def given_the_same() -> tuple[list[list[int]], list[str], list[list[int]]]:
+    logger.addHandler(lines := Lines())
+    own = adapter([batch(12 * dist.get_rank())])
+    list(own)
+    assert not lines.texts
+    repeated = [plain(each)["input_ids"][0] for each in adapter([batch(0), batch(6)])]
+    loader = Loader([batch(0), batch(6)])
+    loader.same_in_sequence = True  # type: ignore[attr-defined]
+    once = [plain(each)["input_ids"][0] for each in adapter(loader)]
+    logger.removeHandler(lines)
+    return repeated, lines.texts, once
+
+
+def test_the_same_batch_of_all_processes_is_told() -> None:
+    for rank, (repeated, said, once) in enumerate(run_distributed(given_the_same, 2, timeout=30)):
+        assert len(repeated) == 4
+        assert once == [[3 * rank, 3 * rank + 1, 3 * rank + 2], [6 + 3 * rank, 7 + 3 * rank, 8 + 3 * rank]]
+        assert [text for text in said if "gave UlyssesSPDataLoaderAdapter the same batch" in text] == said
+        assert len(said) == (1 if rank == 0 else 0)
