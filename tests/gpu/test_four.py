@@ -20,6 +20,7 @@ from tests.engine.parallel.pipeline import test_checkpoints_3d as pipeline_check
 from tests.engine.parallel.pipeline import test_training as pipelines
 from tests.engine.parallel.pipeline import test_variants as pipeline_variants
 from tests.engine.parallel.pipeline.models import batches
+from tests.gpu.test_parallel import by_copies
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")]
@@ -55,6 +56,15 @@ def test_tensor_beside_data(tensor: int, stage: int) -> None:
 @pytest.mark.parametrize(("sequence", "stages"), [(2, [0, 1, 2, 3]), (4, [2, 3])])
 def test_sequences_beside_data(sequence: int, stages: list[int]) -> None:
     for errors in over_nccl(test_sequence_parity.gradients_of_stages, 4, stages, sequence, timeout=150):
+        assert max(errors) < 1e-10
+
+
+@pytest.mark.parametrize(("sequence", "more"), [(2, {"kv_heads": 4}), (4, {})])
+def test_sequences_beside_data_by_copies(sequence: int, more: dict[str, int]) -> None:
+    """Two pairs of GPUs, each with memory of its own; and four, each of which has one head."""
+    found = over_nccl(by_copies, 4, test_sequence_parity.gradients_of_stages, [0, 3], sequence, timeout=150, **more)
+    for errors, brought in found:
+        assert brought > 0
         assert max(errors) < 1e-10
 
 

@@ -3,8 +3,8 @@
 A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
 computation, none of NCCL's launches is paid for, and no rank waits for another, except after a write.
 
-Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``). Activations, which are
-new each time, are copied out of slots (``PeerExchanges``).
+Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``). Activations are new
+each time, and are copied out of slots (``PeerExchanges``).
 
 Invariants
 - What is gathered was written before a meeting of all ranks: on the stream at the latest, before the copies.
