@@ -1,6 +1,6 @@
 """The parity matrix: every legal cell of stage x dtype x accumulation x clipping x world against plain torch.
 
-fp32 weights agree to 1e-6 relative after ten steps and gradient norms to 1e-5; 16-bit loss curves stay within 1 % of
+fp32 weights agree to 1e-6 relative after five steps and gradient norms to 1e-5; 16-bit loss curves stay within 1 % of
 the fp32 curve. The reference sees the same global batches in one process.
 """
 
@@ -20,6 +20,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM
 
 STEPS, MICRO, LENGTH, VOCAB = 10, 2, 12, 48
+TRAINED = 5  # steps of the matrix
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 0.5  # below the gradient norms of this model, so that it acts in every step
 STAGES, DTYPES, ACCUMULATION, CLIPS, WORLDS = (0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 4), (0.0, CLIP), (1, 2)
@@ -51,7 +52,7 @@ def reference(
     reference_model = model().to(device)
     optimizer = torch.optim.AdamW(reference_model.parameters(), **ADAMW)
     losses, norms = [], []
-    for step in batches(accumulation, world):
+    for step in batches(accumulation, world)[:TRAINED]:
         optimizer.zero_grad()
         total = 0.0
         for micro in step:
@@ -85,7 +86,7 @@ def train(stage: int, dtype: str, accumulation: int, clip: float) -> dict[str, A
         config[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
     engine, *_ = initialize(model=trained, config=config)
     losses, norms = [], []
-    for step in batches(accumulation, world):
+    for step in batches(accumulation, world)[:TRAINED]:
         total = torch.zeros((), device=engine.device)
         for micro in step:
             loss = engine(micro[rank].to(engine.device))
@@ -128,7 +129,7 @@ def check(
             assert result["losses"] == pytest.approx(losses, rel=1e-2), cell
             assert result["norms"] == pytest.approx(norms, rel=5e-2), cell
             drift = max((result["weights"][n] - w).abs().max().item() for n, w in weights.items())
-            assert drift < STEPS * ADAMW["lr"] * 1.1 + 1e-2  # type: ignore[operator]
+            assert drift < TRAINED * ADAMW["lr"] * 1.1 + 1e-2  # type: ignore[operator]
 
 
 def test_clip_acts() -> None:

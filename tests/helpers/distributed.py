@@ -49,6 +49,9 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "accelerate",
     "peft",
+    "deepspeed",
+    # What any compilation imports. It may ask for a GPU, after which no rank could begin with one.
+    *([] if host.has_gpu() else ["torch._inductor.compile_fx", "torch._dynamo.backends.debugging"]),
     "pytest",
     "tests.helpers.distributed",
     "tests.helpers.warm",
