@@ -6,7 +6,7 @@ import copy
 import inspect
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from ds_hf.log import forget_said
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 
-STAGES = range(4)
+STAGES = tuple(range(4))
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 EAGER = "aot_eager"  # traces and differentiates ahead of time as inductor does, without its compile times
 
@@ -82,8 +82,8 @@ def by_model(engine: Engine) -> None:
     engine.module.compile(backend=EAGER)
 
 
-def same_numbers(how: Callable[[Engine], None], modules: int) -> None:
-    for stage in STAGES:
+def same_numbers(how: Callable[[Engine], None], modules: int, stages: Sequence[int]) -> None:
+    for stage in stages:
         torch._dynamo.reset()
         plain = make(stage)
         expected, weights = train(plain), full_weights(plain.module)
@@ -103,15 +103,15 @@ def same_numbers(how: Callable[[Engine], None], modules: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "modules"),
+    ("how", "modules", "stages"),
     [
-        pytest.param(by_engine, 3, marks=pytest.mark.slow),
-        (by_blocks, 3),
-        pytest.param(by_model, 4, marks=pytest.mark.slow),
+        pytest.param(by_engine, 3, STAGES, marks=pytest.mark.slow),
+        (by_blocks, 3, (1, 3)),  # whole weights, and gathered ones
+        pytest.param(by_model, 4, STAGES, marks=pytest.mark.slow),
     ],
 )
-def test_numbers_and_graphs(how: Callable[[Engine], None], modules: int) -> None:
-    run_distributed(same_numbers, 2, how, modules, timeout=100)
+def test_numbers_and_graphs(how: Callable[[Engine], None], modules: int, stages: Sequence[int]) -> None:
+    run_distributed(same_numbers, 2, how, modules, stages, timeout=100)
 
 
 def copies() -> None:
