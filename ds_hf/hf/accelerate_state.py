@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_hf.config.plan import StatePlan
 from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
+from ds_hf.hf.loss import with_values
 from ds_hf.hf.source import AUTO, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
@@ -204,21 +205,34 @@ def _share_layers(accelerator: Any) -> int:
 
 
 def _each_sample_once(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
-    """Processes that share layers have the same samples: metrics take those of the first of them."""
-    size = _share_layers(accelerator)
-    if size == 1:
+    """Processes that share layers have the same samples: metrics take those of the first of them. Those that share
+    sequences have parts of the same: what fills the last batches up is known by the process whose batch it was."""
+    size, loader = _share_layers(accelerator), accelerator.gradient_state.active_dataloader
+    owner = getattr(loader, "ds_owner", None)
+    if size == 1 and owner is None:
         return wrapped(*args, **kwargs)
     module: Any = importlib.import_module("accelerate.accelerator")
     gather, gather_objects, processes = accelerator.gather, module.gather_object, accelerator.num_processes
+    rows = [None] * processes
+    if owner is not None and loader.remainder > 0:
+        readers = processes // size
+        batch = loader.total_batch_size // readers
+        own = min(max(loader.remainder - owner // size * batch, 0), batch)
+        rows = gather(torch.tensor([own], device=accelerator.device)).tolist()
+
+    def once(parts: Any) -> list[Any]:
+        return [part[:count] for part, count in zip(parts[::size], rows[::size], strict=True)]
 
     def first(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.view(processes // size, size, -1, *tensor.shape[1:])
-        return parts[:, 0].reshape(-1, *tensor.shape[1:])
+        return torch.cat(once(tensor.view(processes, -1, *tensor.shape[1:])))
 
     accelerator.gather = lambda tensors: module.recursively_apply(first, gather(tensors))
-    module.gather_object = lambda objects: [each for part in gather_objects([objects])[::size] for each in part]
+    module.gather_object = lambda objects: [each for part in once(gather_objects([objects])) for each in part]
     try:
-        return wrapped(*args, **kwargs)
+        if owner is None:
+            return wrapped(*args, **kwargs)
+        with with_values(loader, end_of_dataloader=False):  # nothing is left to be cut off
+            return wrapped(*args, **kwargs)
     finally:
         del accelerator.gather
         module.gather_object = gather_objects

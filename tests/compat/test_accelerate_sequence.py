@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import ParallelismConfig
+from torch.utils.data import DataLoader
 
 from tests.compat.accelerate_user import fresh_start
 from tests.compat.common import SCRIPTS, read_json, run_user_code
@@ -79,3 +80,29 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert found["size"] == 2
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+
+
+def gathered(samples: int, batch: int) -> tuple[list[int], list[int]]:
+    """How often the tokens of each sample are gathered in one pass, and its first part as an object."""
+    fresh_start()
+    file = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 1}}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=file),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+    )
+    net = build()
+    rows = [{"input_ids": torch.arange(8), "sample": torch.full((8,), index)} for index in range(samples)]
+    loader = DataLoader(rows, batch_size=batch)  # type: ignore[arg-type]
+    *_, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+    tokens, objects = [], []
+    for found in loader:
+        tokens.append(accelerator.gather_for_metrics(found["sample"]))
+        objects += accelerator.gather_for_metrics(found["sample"][:, 0].tolist(), use_gather_object=True)
+    return torch.cat(tokens).flatten().bincount().tolist(), torch.tensor(objects).bincount().tolist()
+
+
+@pytest.mark.parametrize(("processes", "samples", "batch"), [(2, 7, 2), (4, 9, 2)])
+def test_metrics_count_each_sample_once(processes: int, samples: int, batch: int) -> None:
+    for tokens, objects in run_user_code(gathered, samples, batch, world_size=processes):
+        assert tokens == [8] * samples
+        assert objects == [2] * samples  # one of each part

@@ -30,7 +30,7 @@ Batch = dict[str, Any]
 
 class UlyssesSPDataLoaderAdapter:
     """A loader of parts of batches; what it does not have itself is the wrapped loader's (``dataset``, ``set_epoch``
-    ...).
+    ...), which has ``ds_owner``: whose batch a micro-batch is of, among the loader's last ones, else ``None``.
 
     Batches are mappings with ``input_ids`` (or ``inputs_embeds``), tensors of ``[batch, tokens, ...]`` and whatever
     else, which is handed on whole. ``labels`` become ``shift_labels``: those of the next token, before the sequence is
@@ -82,6 +82,9 @@ class UlyssesSPDataLoaderAdapter:
         if not self.micro_batches:
             self.refill()
         batch = self.micro_batches.popleft()
+        if hasattr(self.dl, "end_of_dataloader"):  # a loader of accelerate
+            turn = self.sp_world_size - 1 - len(self.micro_batches)
+            self.dl.ds_owner = dist.get_global_rank(self.sp_group, turn) if self._last and not self._same else None
         if not self.micro_batches and self._last:
             self.dl.end_of_dataloader = True
         return batch
