@@ -60,7 +60,7 @@ def several_backwards(stage: int) -> Outcome:
         engine.backward(loss * 0.75)
 
     return train_both(model(), call, tokens(2, 2), base_config(stage, optimizer=SGD), reference_optimizer=sgd,
-                      backwards=halves)  # fmt: skip
+                      backwards=halves, same="several")  # fmt: skip
 
 
 def two_forwards(stage: int) -> Outcome:
@@ -87,7 +87,7 @@ def unscaled(stage: int) -> Outcome:
         engine.backward(loss / 3, scale_wrt_gas=False)
 
     return train_both(model(), call, tokens(2, 3), base_config(stage, optimizer=SGD), reference_optimizer=sgd,
-                      backwards=backward)  # fmt: skip
+                      backwards=backward, same="unscaled")  # fmt: skip
 
 
 def raw_backward(stage: int) -> Outcome:
@@ -97,12 +97,12 @@ def raw_backward(stage: int) -> Outcome:
         loss.backward()
 
     return train_both(model(), call, tokens(2, 2), base_config(stage, optimizer=SGD), reference_optimizer=sgd,
-                      backwards=backward)  # fmt: skip
+                      backwards=backward, same="raw")  # fmt: skip
 
 
 def clipped(stage: int) -> Outcome:
     return train_both(model(), call, tokens(3, 2), base_config(stage, optimizer=SGD, gradient_clipping=0.05),
-                      reference_optimizer=sgd)  # fmt: skip
+                      reference_optimizer=sgd, same="clipped")  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -210,7 +210,7 @@ def optimizer_errors(names: list[str], stages: tuple[int, ...]) -> dict[str, flo
         for stage in stages:
             print("case", name, stage)
             outcome = train_both(model(), call, tokens(3, 1), base_config(stage, optimizer=None, gradient_clipping=1.0),
-                                 reference_optimizer=make, optimizer=Made(make))  # fmt: skip
+                                 reference_optimizer=make, optimizer=Made(make), same=name)  # fmt: skip
             worst[f"{name}-{stage}"] = outcome.worst
     return worst
 
@@ -228,7 +228,7 @@ def adafactor_errors(stages: tuple[int, ...]) -> dict[int, float]:
     make = OPTIMIZERS_WHOLE["adafactor"]
     return {
         stage: train_both(model(), call, tokens(3, 1), base_config(stage, optimizer=None),
-                          reference_optimizer=make, optimizer=Made(make)).worst
+                          reference_optimizer=make, optimizer=Made(make), same="adafactor").worst
         for stage in stages
     }  # fmt: skip
 
@@ -247,16 +247,16 @@ def callable_and_json(stage: int) -> Outcome:
     def theirs(m: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(m.parameters(), **SMOOTH, weight_decay=0.01)
 
-    worst = [train_both(model(), call, tokens(2, 1), by_name, reference_optimizer=theirs)]
+    worst = [train_both(model(), call, tokens(2, 1), by_name, reference_optimizer=theirs, same="json")]
     worst.append(
         train_both(model(), call, tokens(2, 1), base_config(stage, optimizer=None), reference_optimizer=theirs,
-                   optimizer=lambda params: torch.optim.AdamW(params, **SMOOTH, weight_decay=0.01))
+                   same="json", optimizer=lambda params: torch.optim.AdamW(params, **SMOOTH, weight_decay=0.01))
     )  # fmt: skip
     trained = model()
     grouped = base_config(stage, optimizer={"type": "adamw", "params": {**SMOOTH, "torch_adam": True}})
     worst.append(
         train_both(trained, call, tokens(2, 1), grouped, model_parameters=groups_of(trained),
-                   reference_optimizer=lambda m: torch.optim.AdamW(groups_of(m), **SMOOTH))
+                   reference_optimizer=lambda m: torch.optim.AdamW(groups_of(m), **SMOOTH), same="groups")
     )  # fmt: skip
     return Outcome(*(max(column) for column in zip(*worst, strict=True)))
 

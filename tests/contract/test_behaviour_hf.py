@@ -122,7 +122,7 @@ def train_all(names: list[str]) -> dict[tuple[str, int], float]:
             print("case", name, stage)
             torch.manual_seed(13)
             config = base_config(stage, optimizer=SGD, gradient_clipping=1.0)
-            outcome = train_both(MODELS[name](), loss_of, data, config, reference_optimizer=sgd)
+            outcome = train_both(MODELS[name](), loss_of, data, config, reference_optimizer=sgd, same=name)
             errors[name, stage] = outcome.worst
     return errors
 

@@ -87,7 +87,9 @@ def end_to_end(kind: str) -> dict[str, float]:
     for stage in STAGES:
         print("case", kind, stage)
         tokens = token_batches(3, 2, dist.get_world_size(), 2, 6, vocab=VOCAB)
-        outcome = train_both(model(), call, tokens, config(kind, stage), reference_optimizer=lambda m: alone(kind, m))
+        outcome = train_both(
+            model(), call, tokens, config(kind, stage), reference_optimizer=lambda m: alone(kind, m), same=kind
+        )
         worst[f"{kind}-{stage}"] = outcome.worst
     return worst
 

@@ -43,7 +43,8 @@ def parity(stage: int, checkpointing: Any, micro: int, section: dict[str, Any], 
             nn.init.normal_(param, std=0.5)  # from zero, rounding would be all there is of them
     batches = token_batches(3, micro, WORLD, 2, 6)
     config = base_config(stage, optimizer=SGD, torch_autocast=section, **more)
-    return train_both(model, loss_under_autocast, batches, config, reference_optimizer=sgd)
+    same = f"{checkpointing} {micro}"
+    return train_both(model, loss_under_autocast, batches, config, reference_optimizer=sgd, same=same)
 
 
 def parities(stage: int) -> list[Outcome]:

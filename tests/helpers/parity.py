@@ -81,6 +81,17 @@ def _relative(mine: Tensor, other: Tensor) -> float:
     return float((mine - other).norm() / other.norm().clamp_min(1e-3))  # biases that stay near zero are rounding
 
 
+class Reference(NamedTuple):
+    """A training in plain torch: losses ``[step][micro-batch]`` of this rank's share, norms of each step, the model."""
+
+    losses: list[list[float]]
+    norms: list[float]
+    model: nn.Module
+
+
+_references: dict[str, Reference] = {}  # of this process, by the name that the caller gave
+
+
 def train_both(
     model: nn.Module,
     loss_fn: LossFn,
@@ -91,6 +102,7 @@ def train_both(
     optimizer: Any = None,
     backwards: Callable[[Engine, Tensor], None] | None = None,
     each_step: Callable[[nn.Module, int], None] | None = None,
+    same: str = "",
     **initialize_kwargs: Any,
 ) -> Outcome:
     """Train a copy of ``model`` with torch and ``model`` with an engine.
@@ -101,35 +113,26 @@ def train_both(
         optimizer: given to ``initialize`` (a function of the model is called first when it has ``takes_model``).
         backwards: replaces ``engine.backward(loss)``.
         each_step: called with the reference and with the engine's module before each step.
+        same: the name of the training in torch, which is done once in this process for all calls that give it: they
+            have the same model, data and rule, and differ in what the engine does with them.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     reference = copy.deepcopy(model)
-    theirs = reference_optimizer(reference)
     if optimizer is not None and getattr(optimizer, "takes_model", False):
         optimizer = optimizer(model)
     config = {**config, "gradient_accumulation_steps": len(batches[0])}
-    engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=config, **initialize_kwargs)
     clip = config["gradient_clipping"]
+    expected = _references.get(same)
+    if expected is None:
+        expected = _train_plainly(reference, loss_fn, batches, clip, reference_optimizer, each_step)
+        if same:
+            _references[same] = expected
+    engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=config, **initialize_kwargs)
     norms = losses = 0.0
-    for index, step in enumerate(batches):
+    for index, (step, values, norm) in enumerate(zip(batches, expected.losses, expected.norms, strict=True)):
         if each_step is not None:
-            each_step(reference, index)
             each_step(model, index)
-        theirs.zero_grad()
-        expected = []
-        for micro in step:
-            shares = [loss_fn(reference, batch) for batch in micro]
-            for share in shares:
-                (share / world / len(step)).backward()
-            expected.append(float(shares[rank].detach()))
-        trained = [p for g in theirs.param_groups for p in g["params"]]
-        for param in trained:
-            if param.grad is not None and param.grad.is_sparse:
-                param.grad = param.grad.to_dense()
-        norm = torch.nn.utils.clip_grad_norm_(trained, clip or float("inf"))
-        theirs.step()
-        for micro, value in zip(step, expected, strict=True):
-            loss = loss_fn(engine, micro[rank])
+        for micro, value in zip(step, values, strict=True):
+            loss = loss_fn(engine, micro[dist.get_rank()])
             losses = max(losses, abs(float(loss.detach()) - value) / max(abs(value), 1e-6))
             if backwards is None:
                 engine.backward(loss)
@@ -138,7 +141,37 @@ def train_both(
             engine.step()
         measured = engine.get_global_grad_norm()
         assert measured is not None
-        norms = max(norms, abs(measured - float(norm)) / max(float(norm), 1e-12))
-    error = weight_error(model, reference)
+        norms = max(norms, abs(measured - norm) / max(norm, 1e-12))
+    error = weight_error(model, expected.model)
     engine.destroy()
     return Outcome(error, norms, losses)
+
+
+def _train_plainly(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Sequence[Sequence[Sequence[Any]]],
+    clip: float,
+    make: OptimizerFn,
+    each_step: Callable[[nn.Module, int], None] | None,
+) -> Reference:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = make(model)
+    losses, norms = [], []
+    for index, step in enumerate(batches):
+        if each_step is not None:
+            each_step(model, index)
+        optimizer.zero_grad()
+        losses.append(list[float]())
+        for micro in step:
+            shares = [loss_fn(model, batch) for batch in micro]
+            for share in shares:
+                (share / world / len(step)).backward()
+            losses[-1].append(float(shares[rank].detach()))
+        trained = [p for g in optimizer.param_groups for p in g["params"]]
+        for param in trained:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip or float("inf"))))
+        optimizer.step()
+    return Reference(losses, norms, model)

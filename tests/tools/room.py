@@ -51,7 +51,7 @@ def main(room: str) -> int:
     """Both at once: mypy takes one process, and the tests wait for others half of the time."""
     paths = paths_of(room)
     types = subprocess.Popen([sys.executable, "-m", "mypy"], cwd=ROOT)
-    options = ["-q", "-n", "4", "--dist", "worksteal", "-m", "not slow and not gpu"]
+    options = ["-q", "-n", "3", "--dist", "worksteal", "-m", "not slow and not gpu"]
     tested = subprocess.run([sys.executable, "-m", "pytest", *options, *paths], cwd=ROOT).returncode
     return types.wait() or tested
 

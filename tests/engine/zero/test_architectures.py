@@ -23,7 +23,7 @@ def train(name: str, accumulation: int) -> dict[int, float]:
     for stage in range(4):
         torch.manual_seed(11)
         config = base_config(stage, optimizer=SGD, gradient_clipping=0.5)
-        outcome = train_both(case.make(), case.loss, data, config, reference_optimizer=sgd)
+        outcome = train_both(case.make(), case.loss, data, config, reference_optimizer=sgd, same=name)
         worst[stage] = outcome.worst
     return worst
 

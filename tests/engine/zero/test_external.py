@@ -170,7 +170,8 @@ def outcome(way: str, kind: str = "untied", micro: int = 1, backwards: Any = Non
     """Distance from plain torch over two steps, at stage 3 by default."""
     settings = base_config(3, **{"optimizer": SGD, **config})
     model = build(way, kind)
-    return train_both(model, call, data(2, micro), settings, reference_optimizer=sgd, backwards=backwards)
+    same = f"{way} {kind} {micro}"
+    return train_both(model, call, data(2, micro), settings, reference_optimizer=sgd, backwards=backwards, same=same)
 
 
 def wrong(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:

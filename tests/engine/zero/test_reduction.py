@@ -315,7 +315,9 @@ def branching(make: type[nn.Module], stage: int, leaf: bool) -> float:
     config = base_config(stage, optimizer=SGD)
     if leaf:
         config["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
-    return train_both(make(), lambda m, x: mean_square(m(x)), data, config, reference_optimizer=sgd).worst
+    return train_both(
+        make(), lambda m, x: mean_square(m(x)), data, config, reference_optimizer=sgd, same=make.__name__
+    ).worst
 
 
 def branching_at_stages(make: type[nn.Module], stages: tuple[int, ...], leaf: bool) -> list[float]:
