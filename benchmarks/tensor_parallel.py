@@ -8,9 +8,8 @@
 ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 parameters and torch's fused AdamW, which is
 less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
 With ``--tied`` the output layer has the embedding's weight: ds_hf leaves both whole, and *divided* is ds_hf with
-``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``, *tokens+nccl* the same
-without ``peer_copies``. *half* is ds_hf without tensor parallelism and half the micro-batch on each process: its step
-divided by that of ds_hf is the scaling efficiency.
+``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``. *half* is ds_hf without tensor
+parallelism and half the micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is
@@ -32,7 +31,7 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-ENGINES = ("ds_hf", "gathered", "chunked", "divided", "tokens", "tokens+nccl", "deepspeed", "transformers", "half")
+ENGINES = ("ds_hf", "gathered", "chunked", "divided", "tokens", "deepspeed", "transformers", "half")
 training.MODELS["words"] = (256, 688, 4, 8, 8, 32000)  # for CPUs: most of its time is the head's and the loss's
 
 
@@ -99,12 +98,6 @@ class DividedTokens(DsHf):
     """The same with the tokens divided between cut layers."""
 
     own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True}
-
-
-class DividedByNccl(DsHf):
-    """The same without copies between the GPUs."""
-
-    own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True, "peer_copies": False}
 
 
 class DeepSpeed(training.Contender):
@@ -193,7 +186,6 @@ def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         "chunked": Chunked,
         "divided": Divided,
         "tokens": DividedTokens,
-        "tokens+nccl": DividedByNccl,
         "deepspeed": DeepSpeed,
         "transformers": Transformers,
         "half": Half,

@@ -66,13 +66,6 @@ def _tiles(engine: CoreEngine) -> bool:
     return own.tiled_mlp is not None or chunks or engine.mesh.shape.tensor > 1
 
 
-def _exchanges(engine: CoreEngine) -> bool:
-    """Activations between GPUs that may reach each other's memory."""
-    shape, own = engine.mesh.shape, engine.settings.ds_hf
-    divided = shape.sequence > 1 or (shape.tensor > 1 and own.tensor_sequence_parallel)
-    return divided and own.peer_copies and engine.device.type == "cuda"
-
-
 def is_monitored(settings: Config) -> bool:
     """Whether one of the monitors is on, on some process."""
     return any(each.enabled for each in (settings.tensorboard, settings.wandb, settings.csv_monitor, settings.comet))
@@ -84,7 +77,11 @@ def _writes(engine: CoreEngine) -> bool:
 
 # In this order: what comes later sees what came before it.
 FEATURES = (
-    Feature("activations by copies between GPUs", _exchanges, "comm.peers:attach_exchanges"),
+    Feature(
+        "sequences exchanged by copies between GPUs",
+        lambda e: e.mesh.shape.sequence > 1 and e.settings.ds_hf.peer_copies and e.device.type == "cuda",
+        "comm.peers:attach_exchanges",
+    ),
     Feature("monitors", _writes, "observe.monitor.feed:attach"),
     Feature(
         "times, memory and operations of phases",

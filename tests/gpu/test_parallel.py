@@ -63,15 +63,6 @@ def test_divided_tokens(kind: str, stage: int) -> None:
     test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_divided_tokens_by_copies(stage: int) -> None:
-    own = {"tensor_sequence_parallel": True}
-    each = on_two(by_copies, test_tensor_parallel.train, "llama", 2, stage, 2, CLIP, dtype=FP64, ds_hf=own)
-    assert all(brought > 0 for _, brought in each)
-    found = [result for result, _ in each]
-    test_tensor_parallel.check(found, "llama", 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
-
-
 def compiled_layers(stage: int, **own: Any) -> tuple[list[float], Any]:
     """Losses in bf16 of compiled blocks, and graphs and breaks."""
     own["compile"] = "blocks"

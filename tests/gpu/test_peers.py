@@ -109,14 +109,13 @@ def test_meetings_hold_what_comes_after_them() -> None:
 
 
 def exchanges(rounds: int) -> int:
-    """Of as many exchanges, gathers and sums of activations beside products and ZeRO's gathers, elements that were
-    wrong."""
+    """Of as many exchanges of activations beside products, elements that were wrong."""
     axis, device = data_parallel_axis(), torch.device("cuda", torch.cuda.current_device())
     found = peers.open_peers(axis, device, CommStream(device))
     assert found is not None, "no access between the GPUs"
     copies, rank, ranks = found.exchanges(), axis.rank, axis.world_size
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    wrong = torch.zeros(3, dtype=torch.int64, device=device)
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
     for number in range(rounds):
         if (number + rank) % 3 == 0:
             a @ a  # one is later than the other
@@ -128,14 +127,7 @@ def exchanges(rounds: int) -> int:
         for each, result in enumerate(got):
             own = base[:, :, rank * 8 : (rank + 1) * 8]
             wanted = torch.cat([own + each + number + 7 * other for other in range(ranks)], 1)
-            wrong[0] += (result.transpose(1, 2) != wanted.to(torch.bfloat16)).sum()
-        part = torch.full((tokens * 512,), float(number % 100 + rank), device=device, dtype=torch.bfloat16)
-        whole = torch.empty(ranks * part.numel(), device=device, dtype=torch.bfloat16)
-        copies.gather(whole, part, "activations")
-        for other in range(ranks):
-            wrong[1] += (whole.view(ranks, -1)[other] != number % 100 + other).sum()
-        total = copies.sum_of_parts(whole + rank, "gradients")
-        wrong[2] += (total != ranks * (number % 100 + rank) + sum(range(ranks))).sum()
+            wrong += (result.transpose(1, 2) != wanted.to(torch.bfloat16)).sum()
     torch.cuda.synchronize()
     print("wrong:", wrong.tolist())
     return int(wrong.sum())

@@ -1,5 +1,4 @@
-"""What activations need of other processes, by copies between the GPUs of one host, see ``peers``: all-to-alls of
-pieces, gathers, and sums that leave each process its part.
+"""All-to-alls of activations by copies between the GPUs of one host, see ``peers``: what divided sequences exchange.
 
 A rank puts what others are to get into a slot of its own memory. On the communication stream all meet, and each copies
 what it is to get out of the others' slots, straight to where it is read. NCCL wants pieces in one buffer and gives
@@ -104,8 +103,12 @@ class PeerExchanges:
         self.finish(self.start(sources, targets, what))
 
     def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor], what: str) -> Started:
-        """The same, under way beside what the main stream gets next. Collective. ``targets`` may be read after
-        ``finish``; ``sources`` may be given back at once."""
+        """The same, under way beside what the main stream gets next. Collective.
+
+        Args:
+            sources: ``[ranks, *piece]`` of one dtype, which may be given back at once.
+            targets: the same, which may be read after ``finish``.
+        """
         rank = self.axis.rank
         total = sum(source.numel() for source in sources)
         pieces = _pieces(sources, (rank + 1) % self.axis.world_size)
@@ -128,39 +131,8 @@ class PeerExchanges:
         started.wait()
         slot.under_way, slot.kept = False, ()
 
-    def gather(self, whole: Tensor, part: Tensor, what: str) -> None:
-        """Fill ``whole``, ``[ranks * n]``, with every rank's ``part``, ``[n]``. Collective."""
-        ranks, rank = self.axis.world_size, self.axis.rank
-        parts, given = whole.view(ranks, -1), part.expand(ranks, -1)
-        with self.axis.log("all-gather", what, part):
-            slot, came = self._travel([given], [parts], _pieces([given], rank), one_for_all=True)
-            _copy(parts[rank], part)
-            self.finish(Started(self._count, slot, partial(wait, came)))
-
-    def sum_of_parts(self, whole: Tensor, what: str) -> Tensor:
-        """This rank's part, ``[n]``, of the sum of all ranks' ``whole``, ``[ranks * n]``, taken in fp32 in the order of
-        the ranks and rounded once. Collective."""
-        ranks, rank = self.axis.world_size, self.axis.rank
-        parts = whole.view(ranks, -1)
-        arrived = torch.empty_like(parts)
-        with self.axis.log("reduce-scatter", what, parts[rank]):
-            slot, came = self._travel([parts], [arrived], _pieces([parts], rank))
-            self.finish(Started(self._count, slot, partial(wait, came)))
-            each = [parts[rank] if other == rank else arrived[other] for other in range(ranks)]
-            if ranks == 2:
-                return each[0] + each[1]
-            total = each[0].float()
-            for part in each[1:]:
-                total += part
-            return total.to(whole.dtype)
-
     def _travel(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        pieces: tuple[_Piece, ...],
-        *,
-        one_for_all: bool = False,
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], pieces: tuple[_Piece, ...]
     ) -> tuple[int, Awaited | None]:
         """Bring what others have for this rank into ``targets``: the slot, and when it has come."""
         rank, ranks = self.axis.rank, self.axis.world_size
@@ -169,7 +141,7 @@ class PeerExchanges:
         self._count += 1
         slot = min(range(_SLOTS), key=lambda place: (self._slots[place].under_way, self._slots[place].number))
         self._take_over(slot, targets)
-        for step in range(1, ranks if not one_for_all else 2):
+        for step in range(1, ranks):
             other = (rank + step) % ranks
             for piece, source in zip(pieces, sources, strict=True):
                 # What rank p has for rank r lies with it in row r - p - 1, modulo the number of ranks.
@@ -179,7 +151,7 @@ class PeerExchanges:
             for step in range(1, ranks):  # each begins with another
                 other = (rank - step) % ranks
                 for piece, target in zip(pieces, targets, strict=True):
-                    row = self._row(other, slot, 0 if one_for_all else step - 1, piece, target)
+                    row = self._row(other, slot, step - 1, piece, target)
                     _bring(target[other].permute(piece.order), row, self._stream)
             return slot, self._stream.event()
 
@@ -237,7 +209,7 @@ def _order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def laid_as(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Memory for ``shape``, which is of as many dimensions as ``tensor``, in their order."""
+    """Memory of the dtype of ``tensor`` for ``shape``, ``[n, ...]``, whose dimensions lie in the order of its own."""
     order = _order_of(tensor)
     laid = tensor.new_empty([shape[dim] for dim in order])
     return laid.permute([order.index(dim) for dim in range(tensor.dim())])
@@ -342,8 +314,8 @@ def _has_words(tensor: Tensor) -> bool:
 
 
 def exchanges_for(axis: Axis, tensor: Tensor, nbytes: int) -> PeerExchanges | None:
-    """Those that an engine opened along ``axis``, where they are faster than NCCL for ``nbytes`` like ``tensor`` that
-    each process sends."""
+    """Those that an engine opened along ``axis``, where they are faster than NCCL for ``nbytes`` of ``tensor``, of any
+    shape and dtype, that each process sends."""
     opened = axis.log.exchanges
     if opened is None or nbytes < LEAST_EXCHANGED_NBYTES or not tensor.is_cuda:
         return None

@@ -90,7 +90,7 @@ class Peers:
         return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
 
     def exchanges(self) -> PeerExchanges:
-        """For activations, on the communication stream, on which nothing else may be done."""
+        """For parts of sequences, on the communication stream, on which nothing else may be done."""
         return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream)
 
 
@@ -157,32 +157,24 @@ def open_peers(axis: Axis, device: torch.device, comm_stream: CommStream) -> Pee
 class _Opened(Observer):
     """Holds what an engine opened, as long as it lives."""
 
-    def __init__(self, exchanges: list[PeerExchanges]) -> None:
-        self._exchanges = exchanges
+    def __init__(self, exchanges: PeerExchanges) -> None:
+        self._exchanges: PeerExchanges | None = exchanges
 
     def close(self) -> None:
         """Its memory is given back, unless another engine uses it."""
-        self._exchanges = []
+        self._exchanges = None
 
 
 def attach_exchanges(engine: Any) -> None:
-    """Open those along the axes that divide the engine's activations; a feature of it. Collective."""
-    opened = []
-    for name in ("sequence", "tensor"):
-        if getattr(engine.mesh.shape, name) == 1 or (
-            name == "tensor" and not engine.settings.ds_hf.tensor_sequence_parallel
-        ):
-            continue
-        axis = engine.mesh.axis(name)
-        found = None if axis.log.exchanges is None else axis.log.exchanges()
-        if found is None:
-            peers = open_peers(axis, engine.device, CommStream(engine.device))
-            found = None if peers is None else peers.exchanges()
-        if found is not None:
-            axis.log.exchanges = weakref.ref(found)
-            opened.append(found)
-    if opened:
-        engine.events.add(_Opened(opened))
+    """Open those along the axis that divides the engine's sequences; a feature of it. Collective."""
+    axis = engine.mesh.axis("sequence")
+    found = None if axis.log.exchanges is None else axis.log.exchanges()
+    if found is None:
+        peers = open_peers(axis, engine.device, CommStream(engine.device))
+        found = None if peers is None else peers.exchanges()
+    if found is not None:
+        axis.log.exchanges = weakref.ref(found)
+        engine.events.add(_Opened(found))
 
 
 def _made(axis: Axis, device: torch.device, comm_stream: CommStream, *, flushes: bool) -> Peers | None:

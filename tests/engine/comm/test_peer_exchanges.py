@@ -1,5 +1,5 @@
-"""All-to-alls, gathers and sums of activations by copies: right for any strides, sizes and number of ranks, also when
-ranks get out of step."""
+"""All-to-alls of activations by copies: right for any strides, sizes and number of ranks, also when ranks get out of
+step, and some are begun and not ended."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ds_hf.engine.comm.mesh import Axis, data_parallel_axis
 from ds_hf.engine.comm.peer_exchanges import PeerExchanges
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.parallel.sequence.exchange import Exchange, _run_copies
+from ds_hf.errors import DsHfError
 from tests.engine.comm.test_peers import peers_in_files
 from tests.helpers.distributed import run_distributed
 
@@ -42,9 +43,7 @@ def all_of_them(folder: str) -> None:
     copies = exchanges_in_files(axis, folder)
     for number in range(8):  # pieces that grow and shrink, of 16-byte words and not
         heads, tokens, dim = ranks * (2 + number % 3), 2 + (5 * number) % 7, (8, 5, 16)[number % 3]
-        whole = [
-            drawn(number, 2, ranks * tokens, heads, dim).transpose(1, 2) for _ in range(3)
-        ]  # [b, heads, tokens, d]
+        whole = [drawn(number, 2, ranks * tokens, heads, dim).transpose(1, 2) for _ in range(3)]
         whole[1] = whole[1].contiguous()
         mine = [each.chunk(ranks, 2)[rank] for each in whole]
         count = axis.log.count
@@ -53,23 +52,13 @@ def all_of_them(folder: str) -> None:
         for each, got, given in zip(whole, found, mine, strict=True):
             assert torch.equal(got, each.chunk(ranks, 1)[rank])
             assert (got.stride(1) < got.stride(2)) == (given.stride(1) < given.stride(2)), "laid as what was given"
+        parts = mine[0].unflatten(1, (ranks, -1)).movedim(1, 0)
+        started = [copies.start([parts], [torch.empty_like(parts)], "heads") for _ in range(number)]
+        if len(started) > 4:  # as many as slots; what a checkpoint begins and does not end gives way
+            with pytest.raises(DsHfError, match="too many were under way"):
+                copies.finish(started[0])
         back = _run_copies(found[:1], [Exchange(cut=2, join=1)], copies, "context")
         assert torch.equal(back[0], mine[0])
-
-        parts = [drawn(number + 4 * each, 3 * tokens * dim) for each in range(ranks)]
-        gathered = torch.empty(ranks * parts[0].numel(), dtype=parts[0].dtype)
-        copies.gather(gathered, parts[rank], "activations")
-        assert torch.equal(gathered, torch.cat(parts))
-
-        wholes = [drawn(number + 4 * each, ranks * dim * tokens) for each in range(ranks)]
-        own = slice(rank * dim * tokens, (rank + 1) * dim * tokens)
-        exact = sum(each[own].double() for each in wholes)
-        total = copies.sum_of_parts(wholes[rank], "gradients")
-        assert total.dtype == wholes[0].dtype
-        if total.dtype is torch.float64 and ranks > 2:  # taken in fp32
-            torch.testing.assert_close(total, exact, rtol=1e-6, atol=1e-6)
-        else:
-            torch.testing.assert_close(total, exact.to(total.dtype))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

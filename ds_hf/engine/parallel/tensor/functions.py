@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -34,7 +33,6 @@ from torch.nn import functional as F
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.comm.peer_exchanges import exchanges_for
 
 __all__ = [
     "SIDES",
@@ -207,9 +205,7 @@ def _tokens_of_all(part: Tensor, place: Place, shape: tuple[int, ...], what: str
         found = functional.all_gather_tensor(rows, 0, _group(place.axis))
     else:
         found = rows.new_empty(size * rows.shape[0], hidden)
-        copies = exchanges_for(place.axis, rows, rows.nbytes * (size - 1))
-        gather = copies.gather if copies is not None else partial(collectives.all_gather, axis=place.axis)
-        gather(found.view(-1), rows.view(-1), what=what)
+        collectives.all_gather(found.view(-1), rows.view(-1), place.axis, what)
     return found[: math.prod(shape)].view(*shape, hidden)
 
 
@@ -224,8 +220,6 @@ def _sum_of_own_tokens(x: Tensor, place: Place, what: str) -> Tensor:
         found = rows.new_empty(each, rows.shape[1])
     elif torch.compiler.is_compiling():
         found = functional.reduce_scatter_tensor(rows, "sum", 0, _group(place.axis))
-    elif (copies := exchanges_for(place.axis, rows, rows[each:].nbytes)) is not None:
-        found = copies.sum_of_parts(rows.view(-1), what).view(each, -1)
     else:
         own = collectives.reduce_gradient(
             rows.view(-1), place.axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what
