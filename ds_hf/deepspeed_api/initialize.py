@@ -151,8 +151,8 @@ def _follow_compression(model: nn.Module, engine: Engine) -> None:
 
 
 def _moe_of(model: nn.Module) -> Any:
-    """What knows DeepSpeed's layers of experts; ``None`` where ``model`` can have none, and no parameter says so."""
-    made = "ds_hf.engine.parallel.experts.separate" in sys.modules
+    """What knows DeepSpeed's layers of experts; ``None`` where ``model`` has none, and no parameter says so."""
+    made = any("deepspeed_experts" in module._modules for module in model.modules())
     if not made and all(getattr(param, "allreduce", True) for param in model.parameters()):
         return None
     from ds_hf.deepspeed_api.moe import layer
