@@ -29,8 +29,8 @@ from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.quantized.layers import QuantizedWeight, computes_blocks
-from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.log import log_once
 
 __all__ = ["AdaptedLayer", "FusedAdapters", "attach"]

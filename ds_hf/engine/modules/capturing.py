@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ds_hf.engine.zero.hooks import in_backward, tensors_in
+from ds_hf.engine.zero.unit import in_backward, tensors_in
 from ds_hf.log import warn_once
 
 __all__ = ["EAGER", "Captures", "records"]

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.zero.hooks import Hook, in_backward
+from ds_hf.engine.zero.hooks import Hook
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import ConfigError
 
 __all__ = ["Calls", "find_blocks"]

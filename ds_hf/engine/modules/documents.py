@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.compiling import StandIn
-from ds_hf.engine.zero.hooks import Hook, in_backward
+from ds_hf.engine.zero.hooks import Hook
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import DsHfError
 
 __all__ = ["Bounds", "Documents", "attach", "bounds_of", "is_recurrent"]

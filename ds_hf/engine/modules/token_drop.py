@@ -23,7 +23,8 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
 from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
-from ds_hf.engine.zero.hooks import Hook, in_backward
+from ds_hf.engine.zero.hooks import Hook
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import log_once, warn_once
 

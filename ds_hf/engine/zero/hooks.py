@@ -18,7 +18,6 @@ Hooks sit on the modules, not on the engine, so ``model.generate()`` works at ev
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,41 +41,10 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
-from ds_hf.engine.zero.unit import Prefetch, Unit
+from ds_hf.engine.zero.unit import UnitCall, Prefetch, Unit, in_backward, on_gradient, tensors_in
 from ds_hf.errors import DsHfError
 
-__all__ = ["Hook", "UnitHooks", "in_backward", "tensors_in"]
-
-_PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
-_NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
-_INPUT_OF = "_ds_input_of"  # on a view of a call's input: a module that returns its input did not compute it
-
-
-def in_backward() -> bool:
-    """Whether autograd is running backward in this thread: recomputation under checkpointing is forward inside it."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """All tensors, of any shape and dtype, in a nest of lists, tuples, mappings, dataclasses and plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, _NESTS):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif hasattr(value, "values") and callable(value.values) and hasattr(value, "keys"):
-        for item in value.values():
-            yield from tensors_in(item, depth)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), depth)
-    elif depth < 2 and not isinstance(value, type | nn.Module) and not callable(value):
-        for item in getattr(value, "__dict__", {}).values():
-            yield from tensors_in(item, depth + 1)
-        slots = getattr(type(value), "__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            yield from tensors_in(getattr(value, slot, None), depth + 1)
-
+__all__ = ["Hook", "UnitHooks"]
 
 # Of the engines that share modules, those whose model is being called or whose backward runs. Such modules have the
 # hooks of each of them, which act in calls and backwards of their own engine, or of none.
@@ -151,12 +119,12 @@ class UnitHooks:
         self.handles: list[Removable] = []  # of ours, and of what others put on the model for as long as these stay
         self._scopes: list[Removable] = []
         self._external_modules: dict[nn.Module, Hook] = {}
-        self._calls: dict[Unit, _Call] = {}
-        self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward
-        self._begun: set[_Call] = set()  # calls that the present backward has reached
+        self._calls: dict[Unit, UnitCall] = {}
+        self._first: dict[Unit, UnitCall] = {}  # of the first of joined blocks, in the present forward
+        self._begun: set[UnitCall] = set()  # calls that the present backward has reached
         self._open = False  # the model is called
         self._guests: list[Unit] = []  # of the open call
-        self._last: _Call | None = None  # the last call of a unit that ended in it
+        self._last: UnitCall | None = None  # the last call of a unit that ended in it
         self._watched: list[Unit] = []
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
@@ -183,7 +151,7 @@ class UnitHooks:
         self._modules: set[int] = set()
 
     def install(self, model: nn.Module) -> None:
-        """Register everything. Call once."""
+        """Register everything. UnitCall once."""
         for former, succession in self.sharing.ended.items():
             former.end(succession, self)
         model.__dict__["ds_external_parameters"] = ExternalParameters(model)
@@ -196,19 +164,16 @@ class UnitHooks:
             self._scope_units()
         self.watch_gradients()
         if self.reducer.buffers:
-            self._watch_growth(model)
+            self.watch_modules(model)
+            for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+                handle: RemovableHandle = register(_GrowthHook(self))
+                self.handles.append(handle)
+                weakref.finalize(self, handle.remove)  # torch keeps it for all modules of the process
         for other in self.sharing.others:
             other.relink()
         self.sharing = Sharing()  # the others are not ours to keep
         if self.reducer.buffers:
             _live.add(self)
-
-    def _watch_growth(self, model: nn.Module) -> None:
-        self.watch_modules(model)
-        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-            handle: RemovableHandle = register(_GrowthHook(self))
-            self.handles.append(handle)
-            weakref.finalize(self, handle.remove)  # torch keeps it for all modules of the process
 
     def watch_modules(self, model: nn.Module) -> None:
         """Note in ``grown`` what is put into ``model`` or its modules from now on."""
@@ -495,7 +460,7 @@ class UnitHooks:
                 self.reducer.record_use(unit)
         if not (unit.sharded and torch.is_grad_enabled()):
             return None
-        call = self._calls[unit] = _Call(self, unit, partly=bool(unit.joined) and module is not unit.module)
+        call = self._calls[unit] = UnitCall(unit, self._over, partly=bool(unit.joined) and module is not unit.module)
         if not unit.name:
             return None
         if call.partly and not recomputing and unit in self._first:
@@ -520,9 +485,11 @@ class UnitHooks:
             self._close(output)
         if torch.is_grad_enabled() and (unit.sharded or unit.name == ""):
             call = self._calls.pop(unit, None)
-            watched = [t for t in tensors_in(output) if t.requires_grad and not _is_input(t, call)]
+            watched = [
+                t for t in tensors_in(output) if t.requires_grad and not (call is not None and call.has_input(t))
+            ]
             for tensor in watched:
-                _on_gradient(tensor, partial(self._pre_backward, unit, call))
+                on_gradient(tensor, partial(self._pre_backward, unit, call))
             if watched and call is not None and call.inputs and not recomputing:
                 unit.awaited += 1
             if watched and call is not None and self._open and not recomputing:
@@ -562,7 +529,7 @@ class UnitHooks:
         elif self._open:
             used = unit in self.reducer.used
             self._enter(unit, unit.module, (), {})
-            call = self._calls.setdefault(unit, _Call(self, unit))  # there is none yet under no_grad
+            call = self._calls.setdefault(unit, UnitCall(unit, self._over))  # there is none yet under no_grad
             if self._last is not None and not used:
                 call.ends_before(self._last)
             self._guests.append(unit)
@@ -577,7 +544,7 @@ class UnitHooks:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, unit: Unit, call: _Call | None, grad: Tensor) -> None:
+    def _pre_backward(self, unit: Unit, call: UnitCall | None, grad: Tensor) -> None:
         if self.reducer.shown:
             self.reducer.take_back()
         if call is not None and torch.is_grad_enabled():  # with create_graph=True
@@ -586,10 +553,10 @@ class UnitHooks:
             if call not in self._begun:
                 self._begun.add(call)
                 self.reducer.reopen(unit)
-                call.begin()
+                call.begin(len(self.reducer.by_unit.get(unit, ())))
                 for other in call.later:
                     if other in self._begun:
-                        other._on_input_gradient(0, grad)
+                        other.reached_input(0, grad)
             unit.gather()
             self.prefetch.backward(unit)
         self._queue_flush()
@@ -644,6 +611,11 @@ class UnitHooks:
         self._makes_graph, self._graphs_are_over = False, True
         self.reducer.flush()
         self.prefetch.drop()
+
+    def _over(self, call: UnitCall) -> None:
+        self.reducer.end_call(call.unit, partly=call.partly)
+        if not call.partly:
+            self.release_if_over(call.unit)
 
     def _on_complete(self, unit: Unit, buffer: GradientBuffer) -> None:
         self.reducer.on_complete(buffer)
@@ -727,82 +699,6 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _Call:
-    """One call of a unit's module: its backward is over when the gradients of all its inputs are computed.
-
-    Args:
-        partly: of a block that is joined to another one: when that one's backward is over, the unit's is.
-
-    Attributes:
-        within: the call of that other one; then it does not matter when this call's backward is over.
-        later: calls of guests that began after this one was over.
-    """
-
-    def __init__(self, hooks: UnitHooks, unit: Unit, *, partly: bool = False) -> None:
-        self.hooks = hooks
-        self.unit = unit
-        self.partly = partly
-        self.within: _Call | None = None
-        self.inputs = 0
-        self.pending: set[int] = set()
-        self.later: list[_Call] = []
-
-    def ends_before(self, former: _Call) -> None:
-        """Everything of this call comes after ``former``; so backward is over with it when it reaches that one."""
-        self.inputs = 1
-        former.later.append(self)
-
-    def begin(self) -> None:
-        """Backward reached the call.
-
-        Of inputs without gradients nothing tells that it is over but the end of backward: what trains inside may be in
-        another unit (small weights that stay gathered), and frozen weights are needed until it has its gradient.
-        """
-        self.pending = set(range(self.inputs))
-        if not self.inputs and len(self.unit.buffers) > len(self.hooks.reducer.by_unit.get(self.unit, ())):
-            self.pending.add(-1)
-        if self.pending or self.within is not None:
-            self.unit.open_calls.add(self.within or self)
-
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs, those that need a gradient as views: the gradient of a view is complete when this call's backward
-        is, whatever else uses the tensor (an encoder's states go into every block of the decoder)."""
-        return tuple(map(self._watched, args)), {key: self._watched(value) for key, value in kwargs.items()}
-
-    def _watched(self, value: Any) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if not isinstance(value, Tensor):
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    self._watch(tensor)
-            return value
-        if not value.requires_grad:
-            return value
-        view = value.view_as(value)
-        setattr(view, _INPUT_OF, self)
-        self._watch(view)
-        return view
-
-    def _watch(self, tensor: Tensor) -> None:
-        _on_gradient(tensor, partial(self._on_input_gradient, self.inputs))
-        self.inputs += 1
-
-    def _on_input_gradient(self, key: int, grad: Tensor) -> None:
-        if torch.is_grad_enabled():  # with create_graph=True
-            return
-        self.pending.discard(key)
-        if not self.pending:
-            self.unit.open_calls.discard(self)
-            self.hooks.reducer.end_call(self.unit, partly=self.partly)
-            if not self.partly:
-                self.hooks.release_if_over(self.unit)
-
-
-def _is_input(tensor: Tensor, call: _Call | None) -> bool:
-    return call is not None and getattr(tensor, _INPUT_OF, None) is call
-
-
 class _StrayHook:
     """As ``_GradientHook``, for a parameter that no optimizer has."""
 
@@ -820,12 +716,7 @@ class _StrayHook:
             hooks.on_stray(param)
 
 
-def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call ``hook`` when the gradient of ``tensor`` has been computed."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
 def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call ``hook`` when the gradient of ``param`` is in its ``.grad``."""
+    """UnitCall ``hook`` when the gradient of ``param`` is in its ``.grad``."""
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle

@@ -1,4 +1,4 @@
-"""Units: the parameters that are communicated together, the modules whose calls need them, and which is gathered ahead.
+"""Units: the parameters that are communicated together, the modules and calls that need them, and which comes next.
 
 Invariant: each parameter of the model belongs to exactly one unit; inside a unit there is one flat buffer for each
 (dtype, trainable, dtype of reductions) - parameter groups of the optimizer lie one after another in it - and every
@@ -12,16 +12,23 @@ same collectives. At most one unit beyond those in use is gathered, and none whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ds_hf.engine.zero.buffer import FlatBuffer
 
-__all__ = ["Prefetch", "Unit"]
+__all__ = ["UnitCall", "Prefetch", "Unit", "in_backward", "on_gradient", "tensors_in"]
+
+_PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
+_NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
+_INPUT_OF = "_ds_input_of"  # on a view of a call's input: a module that returns its input did not compute it
 
 
 @dataclass(eq=False)
@@ -53,7 +60,7 @@ class Unit:
     leaf: bool = False
     depth: int = 0
     awaited: int = 0
-    open_calls: set[Any] = field(default_factory=set)
+    open_calls: set[UnitCall] = field(default_factory=set)
     loading: bool = False
 
     @property
@@ -140,3 +147,113 @@ class Prefetch:
             unit = self._ahead.pop()
             if not unit.depth:
                 unit.release()
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread: recomputation under checkpointing is forward inside it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """All tensors, of any shape and dtype, in a nest of lists, tuples, mappings, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _NESTS):
+        for item in value:
+            yield from tensors_in(item, depth)
+    elif hasattr(value, "values") and callable(value.values) and hasattr(value, "keys"):
+        for item in value.values():
+            yield from tensors_in(item, depth)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), depth)
+    elif depth < 2 and not isinstance(value, type | nn.Module) and not callable(value):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from tensors_in(item, depth + 1)
+        slots = getattr(type(value), "__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            yield from tensors_in(getattr(value, slot, None), depth + 1)
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """UnitCall ``hook`` when the gradient of ``tensor`` has been computed."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class UnitCall:
+    """One call of a unit's module: its backward is over when the gradients of all its inputs are computed.
+
+    Args:
+        over: called when backward is over with it.
+        partly: of a block that is joined to another one: when that one's backward is over, the unit's is.
+
+    Attributes:
+        within: the call of that other one; then it does not matter when this call's backward is over.
+        later: calls of guests that began after this one was over.
+    """
+
+    def __init__(self, unit: Unit, over: Callable[[UnitCall], None], *, partly: bool = False) -> None:
+        self.unit = unit
+        self.over = over
+        self.partly = partly
+        self.within: UnitCall | None = None
+        self.inputs = 0
+        self.pending: set[int] = set()
+        self.later: list[UnitCall] = []
+
+    def ends_before(self, former: UnitCall) -> None:
+        """Everything of this call comes after ``former``; so backward is over with it when it reaches that one."""
+        self.inputs = 1
+        former.later.append(self)
+
+    def begin(self, trained: int) -> None:
+        """Backward reached the call; so many buffers of the unit have gradients.
+
+        Of inputs without gradients nothing tells that it is over but the end of backward: what trains inside may be in
+        another unit (small weights that stay gathered), and frozen weights are needed until it has its gradient.
+        """
+        self.pending = set(range(self.inputs))
+        if not self.inputs and len(self.unit.buffers) > trained:
+            self.pending.add(-1)
+        if self.pending or self.within is not None:
+            self.unit.open_calls.add(self.within or self)
+
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs, those that need a gradient as views: the gradient of a view is complete when this call's backward
+        is, whatever else uses the tensor (an encoder's states go into every block of the decoder)."""
+        return tuple(map(self._watched, args)), {key: self._watched(value) for key, value in kwargs.items()}
+
+    def _watched(self, value: Any) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        if not isinstance(value, Tensor):
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    self._watch(tensor)
+            return value
+        if not value.requires_grad:
+            return value
+        view = value.view_as(value)
+        setattr(view, _INPUT_OF, self)
+        self._watch(view)
+        return view
+
+    def _watch(self, tensor: Tensor) -> None:
+        on_gradient(tensor, partial(self.reached_input, self.inputs))
+        self.inputs += 1
+
+    def reached_input(self, key: int, grad: Tensor) -> None:
+        """The gradient of an input has been computed."""
+        if torch.is_grad_enabled():  # with create_graph=True
+            return
+        self.pending.discard(key)
+        if not self.pending:
+            self.unit.open_calls.discard(self)
+            self.over(self)
+
+    def has_input(self, tensor: Tensor) -> bool:
+        """It is what the module got, and not what it computed."""
+        return getattr(tensor, _INPUT_OF, None) is self

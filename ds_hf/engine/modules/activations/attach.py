@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_hf.engine.modules.activations.offload import ActivationOffload
 from ds_hf.engine.modules.compiling import StandIn
-from ds_hf.engine.zero.hooks import in_backward
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.log import warn_once
 
 __all__ = ["BlockOffload", "attach", "longest_list"]

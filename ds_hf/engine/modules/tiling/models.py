@@ -21,7 +21,7 @@ from ds_hf.engine.modules.tiling.compute import bounds, compute_tiles
 from ds_hf.engine.modules.tiling.logits import DeferredHead, PartialHead, PartialLogits
 from ds_hf.engine.modules.tiling.loss import causal_lm_loss
 from ds_hf.engine.parallel.tensor.styles import ColwiseGathered
-from ds_hf.engine.zero.hooks import in_backward
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.log import log_once, warn_once
 
 __all__ = ["ChunkedLoss", "PartialLoss", "TiledMlps", "attach", "chunks_loss", "tiles_of"]

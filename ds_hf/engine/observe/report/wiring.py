@@ -23,7 +23,7 @@ from ds_hf.engine.observe.report.recorder import Recorder
 from ds_hf.engine.observe.report.spans import NEXT_BATCH, Key, kind_of
 from ds_hf.engine.offload.aio import FileRequest
 from ds_hf.engine.offload.link import Arrival
-from ds_hf.engine.zero.hooks import in_backward, tensors_in
+from ds_hf.engine.zero.unit import in_backward, tensors_in
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine

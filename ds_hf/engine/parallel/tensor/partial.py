@@ -24,8 +24,9 @@ from ds_hf.engine.parallel.tensor.functions import SIDES
 from ds_hf.engine.parallel.tensor.styles import Style
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
-from ds_hf.engine.zero.hooks import Hook, tensors_in
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.engine.zero.replicas import is_summed_over_tensor
+from ds_hf.engine.zero.unit import tensors_in
 from ds_hf.errors import ConfigError, Fault
 
 __all__ = ["attach", "sides_of", "unplanned"]

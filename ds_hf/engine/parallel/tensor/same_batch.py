@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Mesh
-from ds_hf.engine.zero.hooks import tensors_in
+from ds_hf.engine.zero.unit import tensors_in
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 

@@ -48,10 +48,11 @@ from ds_hf.engine.parallel.tensor.styles import (
     place_of,
 )
 from ds_hf.engine.zero.cut import is_cut
-from ds_hf.engine.zero.hooks import Hook, in_backward
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.engine.zero.leaf import is_container
 from ds_hf.engine.zero.planning import find_blocks
 from ds_hf.engine.zero.replicas import is_summed_over_tensor, sum_over_tensor
+from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import ConfigError, DsHfError, Fault
 
 __all__ = ["POINTER", "divide_tokens"]
