@@ -41,7 +41,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
-from ds_hf.engine.zero.unit import UnitCall, Prefetch, Unit, in_backward, on_gradient, tensors_in
+from ds_hf.engine.zero.unit import Prefetch, Unit, UnitCall, in_backward, on_gradient, tensors_in
 from ds_hf.errors import DsHfError
 
 __all__ = ["Hook", "UnitHooks"]
@@ -151,7 +151,7 @@ class UnitHooks:
         self._modules: set[int] = set()
 
     def install(self, model: nn.Module) -> None:
-        """Register everything. UnitCall once."""
+        """Register everything. Call once."""
         for former, succession in self.sharing.ended.items():
             former.end(succession, self)
         model.__dict__["ds_external_parameters"] = ExternalParameters(model)
@@ -717,6 +717,6 @@ class _StrayHook:
 
 
 def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """UnitCall ``hook`` when the gradient of ``param`` is in its ``.grad``."""
+    """Call ``hook`` when the gradient of ``param`` is in its ``.grad``."""
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle

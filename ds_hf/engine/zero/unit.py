@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.zero.buffer import FlatBuffer
 
-__all__ = ["UnitCall", "Prefetch", "Unit", "in_backward", "on_gradient", "tensors_in"]
+__all__ = ["Prefetch", "Unit", "UnitCall", "in_backward", "on_gradient", "tensors_in"]
 
 _PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
 _NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
@@ -149,9 +149,6 @@ class Prefetch:
                 unit.release()
 
 
-# -- calls ------------------------------------------------------------------------------------------------------------
-
-
 def in_backward() -> bool:
     """Whether autograd is running backward in this thread: recomputation under checkpointing is forward inside it."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -179,7 +176,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """UnitCall ``hook`` when the gradient of ``tensor`` has been computed."""
+    """Call ``hook`` when the gradient of ``tensor``, of any shape and dtype, has been computed."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -246,7 +243,7 @@ class UnitCall:
         self.inputs += 1
 
     def reached_input(self, key: int, grad: Tensor) -> None:
-        """The gradient of an input has been computed."""
+        """The gradient of an input, of its shape and dtype, has been computed."""
         if torch.is_grad_enabled():  # with create_graph=True
             return
         self.pending.discard(key)
@@ -255,5 +252,5 @@ class UnitCall:
             self.over(self)
 
     def has_input(self, tensor: Tensor) -> bool:
-        """It is what the module got, and not what it computed."""
+        """Whether it, of any shape and dtype, is what the module got, and not what it computed."""
         return getattr(tensor, _INPUT_OF, None) is self
