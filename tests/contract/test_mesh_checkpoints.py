@@ -82,7 +82,7 @@ def save(folder: Path, mesh: Mesh, stage: int, dtype: str = "fp32", **more: Any)
     engine.export_pretrained(folder / "pretrained")
     engine.save_16bit_model(folder, "model.bin")
     scale = engine.optimizer.loss_scaler.state_dict()
-    found = {"losses": steps(engine, STEPS, 3), "state": state, "scale": scale["scale"]}
+    found = {"losses": steps(engine, STEPS, 2), "state": state, "scale": scale["scale"]}
     engine.destroy()
     return found
 
@@ -95,7 +95,7 @@ def load(folder: Path, again: Path, mesh: Mesh, stage: int, dtype: str = "fp32")
     engine.save_checkpoint(again, "saved")
     scale = engine.optimizer.loss_scaler.state_dict()["scale"]
     counters = engine.global_steps, engine.skipped_steps, engine.lr_scheduler.state_dict()
-    found = {"losses": steps(engine, STEPS, 3), "client": client, "scale": scale, "counters": counters}
+    found = {"losses": steps(engine, STEPS, 2), "client": client, "scale": scale, "counters": counters}
     engine.destroy()
     return found
 
@@ -160,7 +160,6 @@ def test_states_divided_inside_hosts_to_every_other_mesh(tmp_path: Path) -> None
     """What several hosts hold is written once; the second shards of hpZ not at all."""
     pairs: list[tuple[Cell, Cell]] = [
         (("mics", 3), (1, 1)),
-        ((1, 3), ("mics", 3)),
         (("hpz", 3), (1, 3)),
         ((1, 3), ("hpz", 3)),
         (("mics", 1), ("hpz", 3)),

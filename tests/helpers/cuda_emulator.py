@@ -133,7 +133,7 @@ class Emulator:
             code = self.folder / f"{digest}.{os.getpid()}.cpp"  # workers of one test run share the folder
             code.write_text(text)
             made = code.with_suffix(".so")
-            options = "-std=c++17 -O1 -fPIC -shared -mf16c -Wall -Wno-unknown-pragmas -Wno-maybe-uninitialized"
+            options = "-std=c++17 -O0 -fPIC -shared -mf16c -Wall -Wno-unknown-pragmas -Wno-maybe-uninitialized"
             subprocess.run(["g++", *options.split(), "-include", HEADER, code, "-o", made], check=True)
             os.replace(made, library)
         return name, getattr(ctypes.CDLL(str(library)), f"emulate_{name}")

@@ -316,7 +316,7 @@ def trained(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])  # 1 has the gradients of 0 and the updates of 2
 def test_under_zero_with_two_processes(stage: int) -> None:
     for found in run_distributed(trained, 2, stage, timeout=100):
         logged, weights = found.pop("whole False")
