@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from ds_hf.engine.observe.report.spans import COLLECTIVE, KINDS, Key
 from ds_hf.profile.load import Rank, Run, StepRecord
 
-__all__ = ["Analysis", "Late", "Traffic", "analyse", "fullest_expert"]
+__all__ = ["Analysis", "Late", "Traffic", "Unequal", "analyse", "fullest_expert"]
 
 WARM_UP = 2  # steps that compile, allocate and record what later ones use
 LEAST_LATE = 1e-3  # seconds
 LEAST_SHARE = 0.01
+_EXPLAINS = 0.5  # least correlation of a rank's tokens with how long it computes
 _OUTSIDE = {"checkpoint", "evaluation"}  # no part of a usual step
 
 
@@ -35,6 +36,21 @@ class Late:
     rank: int
     kind: str
     place: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """Ranks that are given unequal numbers of tokens, and so wait for whichever has most.
+
+    Attributes:
+        ratio: tokens of the rank with most over the mean of all, mean of the steps.
+        seconds: that the longest computation of a step takes beyond the mean of the ranks, mean of the steps.
+        share: of a step.
+    """
+
+    ratio: float
     seconds: float
     share: float
 
@@ -72,6 +88,7 @@ class Analysis:
         files: reads and writes of offload: operation -> (seconds, bytes).
         floor: seconds that the model's arithmetic takes at the device's full rate.
         history: number of a step -> (tokens a second, MFU), of all ranks.
+        unequal: where batches of unequal lengths make ranks wait.
     """
 
     run: Run
@@ -88,6 +105,7 @@ class Analysis:
     starved: float
     micro_steps: int
     history: dict[int, tuple[float, float]] = field(default_factory=dict)
+    unequal: Unequal | None = None
 
     @property
     def kinds(self) -> dict[str, float]:
@@ -143,6 +161,7 @@ def analyse(run: Run) -> Analysis:
         starved,
         int(batch["accumulation"]),
         _history(run),
+        _unequal(run, numbers, seconds),
     )
 
 
@@ -202,6 +221,28 @@ def _late(run: Run, medians: Sequence[dict[tuple[str, str], float]], seconds: fl
             if longer >= max(LEAST_LATE, LEAST_SHARE * seconds):
                 found.append(Late(run.ranks[index].number, kind, place, longer, longer / seconds))
     return sorted(found, key=lambda late: -late.seconds)
+
+
+def _unequal(run: Run, numbers: Sequence[int], seconds: float) -> Unequal | None:
+    """``None`` where every rank has as many tokens, they are not known, or do not say which rank computes longest."""
+    if len(run.ranks) == 1 or int(run.header["mesh"]["pipe"]) > 1:
+        return None
+    ratios, waits, pairs = [], [], []
+    for number in numbers:
+        tokens = [rank.steps[number].tokens for rank in run.ranks]
+        if not all(tokens):
+            return None
+        counts = [float(count or 0) for count in tokens]
+        computing = [_by_kind([rank.own_times(rank.steps[number])]).get("compute", 0.0) for rank in run.ranks]
+        usual, mean = statistics.fmean(counts), statistics.fmean(computing)
+        ratios.append(max(counts) / usual)
+        waits.append(max(computing) - mean)
+        pairs += [(count / usual - 1, time - mean) for count, time in zip(counts, computing, strict=True)]
+    more, longer = (list(column) for column in zip(*pairs, strict=True))
+    if len(set(more)) == 1 or len(set(longer)) == 1 or statistics.correlation(more, longer) < _EXPLAINS:
+        return None
+    found = statistics.fmean(waits)
+    return Unequal(statistics.fmean(ratios), found, found / seconds)
 
 
 def _floor(rank: Rank, step: StepRecord) -> float:

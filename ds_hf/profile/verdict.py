@@ -18,7 +18,7 @@ from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, less_divided, stages_with
 from ds_hf.engine.observe.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
-from ds_hf.profile.analysis import Analysis, Late, fullest_expert
+from ds_hf.profile.analysis import Analysis, Late, Unequal, fullest_expert
 
 __all__ = ["Finding", "Verdict", "changed_file", "judge", "milliseconds"]
 
@@ -56,7 +56,7 @@ class Finding:
     """One thing that takes time.
 
     Attributes:
-        kind: of ``spans.KINDS``, or "late".
+        kind: of ``spans.KINDS``, "late" or "unequal".
         share: of a step. seconds: a step.
         text: what it is. advice: what would help; may be empty.
         changes: dotted keys of the file -> values that do it. option: of the script, as two words.
@@ -251,6 +251,8 @@ class _Judge:
         for late in self.a.late[:MOST_LATE]:
             if late.share >= LEAST:
                 yield self._late(late)
+        if self.a.unequal is not None and self.a.unequal.share >= LEAST:
+            yield self._unequal(self.a.unequal)
         told = {
             "gather": self._gather,
             "reduction": self._reduction,
@@ -282,6 +284,17 @@ class _Judge:
             "offload": f"look at the disk of {host}",
         }.get(late.kind, "find out what only this rank does")
         return Finding("late", late.share, late.seconds, text, advice, rank=late.rank, place=late.place)
+
+    def _unequal(self, unequal: Unequal) -> Finding:
+        text = (
+            f"ranks are given unequal numbers of tokens (the one with most {unequal.ratio:.2f} times the mean) and "
+            f"wait for it for {milliseconds(unequal.seconds)}, {unequal.share:.0%} of a step"
+        )
+        advice = (
+            'batches of equal cost mend that: train_sampling_strategy="batch_rebalance" of the Trainer, or '
+            "data_efficiency.data_sampling.dynamic_batching, or packing (docs/data.md)"
+        )
+        return Finding("unequal", unequal.share, unequal.seconds, text, advice)
 
     def _exposed(self, kind: str) -> tuple[str, float]:
         """What a kind of collectives takes, and without waits for late ranks."""

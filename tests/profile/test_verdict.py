@@ -65,6 +65,7 @@ def test_a_slow_rank_is_named_with_place_and_milliseconds(tmp_path: Path, stage:
     late = first(verdict, "late")
     assert f"rank {slow_rank} takes " in late.text
     assert "longer than the others at forward of blocks.1" in late.text
+    assert analysis.unequal is None
     waited = [traffic.late for traffic in analysis.traffic.values()]
     assert sum(waited) > 0.2 * NAP, "one of two ranks waits for the other; the mean over ranks is half of it"
 
@@ -76,6 +77,35 @@ class Slow(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         nap()
         return torch.arange(16) % 48
+
+
+def unequal_lengths(folder: Path) -> None:
+    """Each step another rank has three times as many tokens, and takes as much longer."""
+    engine = make_engine(2, folder, TinyLM(width=32, depth=3))
+
+    def nap_by_length(block: Any, args: Any) -> None:
+        time.sleep(NAP * args[0].shape[1] / 24)
+
+    engine.module.blocks[1].up.register_forward_pre_hook(nap_by_length)
+    for number in range(8):
+        length = 24 if (number + dist.get_rank()) % 2 else 8
+        for _ in range(engine.batch.accumulation_steps):
+            ids = torch.randint(0, 48, (2, length), generator=torch.Generator().manual_seed(number))
+            engine.backward(engine(ids))
+            engine.step()
+    engine.destroy()
+
+
+def test_ranks_with_unequal_batches_are_told_apart_from_slow_ones(tmp_path: Path) -> None:
+    run_distributed(unequal_lengths, 2, tmp_path)
+    analysis, verdict = judged(tmp_path)
+    found = analysis.unequal
+    assert found is not None
+    assert found.ratio == pytest.approx(1.5)
+    assert 0.2 * NAP < found.seconds < analysis.seconds
+    told = first(verdict, "unequal")
+    assert "the one with most 1.50 times the mean" in told.text
+    assert "batch_rebalance" in told.advice
 
 
 def slow_loader(folder: Path) -> None:
