@@ -178,17 +178,57 @@ def wrap_launch(module: ModuleType) -> None:
 
 def wrap_data_loader(module: ModuleType) -> None:
     """Hook of ``accelerate.data_loader``: batches are skipped inside the adapter that divides them, which accelerate
-    would take for a plain loader."""
+    would take for a plain loader; and a loader that the first process reads for all (streamed data, by default) deals
+    batches to groups that share layers, where accelerate gives one batch to all groups, and forgets them to skip."""
 
     def skip(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(("dataloader", "num_batches"), args, strict=False)) | kwargs
         loader = given["dataloader"]
+        if isinstance(loader, module.DataLoaderDispatcher):
+            found = wrapped(*args, **kwargs)
+            _deal_to_groups(found, getattr(loader.state, "sharing", 1))
+            return found
         if type(loader).__name__ != "UlyssesSPDataLoaderAdapter" or not hasattr(loader, "skipping"):
             return wrapped(*args, **kwargs)
         whole, rest = divmod(given.get("num_batches", 0), loader.sp_world_size)
         return loader.skipping(rest, wrapped(loader.dl, whole))
 
+    def deal(wrapped: Callable[..., Any], loader: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        if loader.submesh_tp is not None:
+            _deal_to_groups(loader, loader.submesh_tp.size())
+
     wrap(module, "skip_first_batches", skip)
+    wrap(module, "DataLoaderDispatcher.__init__", deal)
+
+
+class _Groups:
+    """accelerate's state, with groups of ``sharing`` processes that read the same in place of processes."""
+
+    def __init__(self, state: Any, sharing: int) -> None:
+        self._state, self.sharing = state, sharing
+
+    @property
+    def num_processes(self) -> int:
+        return int(self._state.num_processes) // self.sharing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_state":  # before __init__, when it is copied
+            raise AttributeError(name)
+        return getattr(self._state, name)
+
+
+def _deal_to_groups(loader: Any, sharing: int) -> None:
+    """Have each group of ``sharing`` processes get the part of ``loader``'s batches that a process would."""
+    if sharing == 1:
+        return
+    slice_fn = loader.slice_fn
+
+    def part(batch: Any, of: slice, **others: Any) -> Any:
+        place = of.start // max(of.stop - of.start, 1) // sharing * (of.stop - of.start)
+        return slice_fn(batch, slice(place, place + of.stop - of.start), **others)
+
+    loader.state, loader.slice_fn, loader.submesh_tp = _Groups(loader.state, sharing), part, None
 
 
 def _share_layers(accelerator: Any) -> int:

@@ -3,6 +3,7 @@ as many processes as read different samples; what is saved is whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import LlamaForCausalLM
 
 from tests.compat.common import run_user_code
@@ -67,6 +68,34 @@ def test_each_process_divides_by_items_of_its_own(tmp_path: Path) -> None:
     plain = run_user_code(alone, str(tmp_path), more, world_size=1)[0]
     for found in run_user_code(shared, str(tmp_path), more, world_size=2):
         assert_equal_histories((plain, {1: found}))
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Samples without a length, which the first process reads for all."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.rows = Sentences(count, seed=seed)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def streamed(folder: str, size: int, tensor: int, resume: bool) -> list[dict[str, float]]:
+    data = {"train_dataset": Stream(40, 1), "eval_dataset": Stream(9 if size == 4 else 8, 2)}
+    more = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, "save_strategy": "steps"}
+    more |= {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    made = make_trainer(folder, settings(1, 2) if tensor > 1 else None, trainer_arguments=data, **more)
+    made.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    return history(made)
+
+
+@pytest.mark.parametrize("data", [1, 2], ids=["tp2", "dp2 x tp2"])
+def test_streamed_samples(data: int, tmp_path: Path) -> None:
+    """accelerate gives all groups one batch, weighs the last evaluation by copies, and forgets groups when it skips."""
+    plain = run_user_code(streamed, f"{tmp_path}/plain", 4 // data, 1, False, world_size=data)[0]
+    for resume in (False, True):
+        for found in run_user_code(streamed, str(tmp_path), 4 // data, 2, resume, world_size=2 * data):
+            assert_equal_histories((plain, {1: found}))
 
 
 def right_words(prediction: Any) -> dict[str, float]:
