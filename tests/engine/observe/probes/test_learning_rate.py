@@ -126,7 +126,7 @@ def _until(at: float, moment_steps: int = 2) -> tuple[Any, list[dict[str, Any]]]
             loss = engine(at_hand[want.batch])
             return Fed(loss)
 
-        options = LrOptions(**{**SMALL, "num_steps": 20, "confirm_steps": 15, "moment_steps": moment_steps})
+        options = LrOptions(**{**SMALL, "num_steps": 12, "confirm_steps": 9, "moment_steps": moment_steps})
         try:
             found = drive(search(engine, options, told.append, Deadline(at, lambda: float(next(clock)))), feed)
         except DsHfError as error:
@@ -136,7 +136,7 @@ def _until(at: float, moment_steps: int = 2) -> tuple[Any, list[dict[str, Any]]]
 
 
 def _all_until() -> list[Any]:
-    return [_until(1e6), _until(750.0), _until(350.0, 0), _until(75.0, 0), _until(20.0, 0)]
+    return [_until(1e6), _until(450.0), _until(210.0, 0), _until(45.0, 0), _until(12.0, 0)]
 
 
 def test_the_best_so_far_when_time_is_over() -> None:
