@@ -20,10 +20,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ds_hf.cli.few_bits import asked_for, lines
-from ds_hf.cli.options import wrong_usage
+from ds_hf.cli.options import print_json, wrong_usage
 from ds_hf.errors import CheckpointError
 from ds_hf.log import complain
-from ds_hf.printable import printable, printable_json
+from ds_hf.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> N
     with _faults(as_json):
         content = inspect(open_source(path, tag))
         if as_json:
-            _print_json({"ok": True, **content.as_json()})
+            print_json({"ok": True, **content.as_json()})
         else:
             _print_content(content)
 
@@ -115,7 +115,7 @@ def verify_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> No
         verdict = verdict_of(path, tag, report)
     if as_json:
         checksums = not verdict.unsummed
-        _print_json({"ok": not verdict.faults, "faults": verdict.faults, "checksums": checksums})
+        print_json({"ok": not verdict.faults, "faults": verdict.faults, "checksums": checksums})
     else:
         for fault in verdict.faults:
             _say(fault)
@@ -328,7 +328,7 @@ def _faults(as_json: bool) -> Iterator[None]:
         yield
     except (CheckpointError, OSError) as error:
         if as_json:
-            _print_json({"ok": False, "faults": [str(error)]})
+            print_json({"ok": False, "faults": [str(error)]})
         else:
             complain(error)
         raise typer.Exit(1) from None
@@ -363,7 +363,7 @@ def _progress(doing: str) -> Iterator[Report]:
 def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: dict[str, Any] | None = None) -> None:
     if as_json:
         beside = {} if copied is None else {"copied": copied}
-        _print_json({"ok": True, "written": str(where), **beside, **(found or {})})
+        print_json({"ok": True, "written": str(where), **beside, **(found or {})})
     else:
         _say(f"wrote {where}")
         if copied:
@@ -383,10 +383,6 @@ def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: di
 
 def _say(text: str) -> None:
     Console(highlight=False, markup=False).print(printable(text), soft_wrap=True)
-
-
-def _print_json(value: Any) -> None:
-    print(printable_json(value))
 
 
 def _print_content(content: Content) -> None:

@@ -11,13 +11,14 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_hf.cli.options import print_json, wrong_usage
 from ds_hf.config.compression import compression_notes
 from ds_hf.config.data_efficiency import data_notes
 from ds_hf.config.docs import configuration_pages
@@ -33,7 +34,7 @@ from ds_hf.config.wire_seconds import wire_seconds
 from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.log import complain
 from ds_hf.measure.links import load_links
-from ds_hf.printable import printable, printable_json
+from ds_hf.printable import printable
 from ds_hf.regular_files import check_regular
 
 __all__ = ["config_app"]
@@ -71,7 +72,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
         _print_faults(error, as_json)
         raise typer.Exit(1) from None
     if as_json:
-        _print_json(
+        print_json(
             {"ok": True, "faults": [], "warnings": [_fault_json(w) for w in config.warnings], "auto": auto_keys(config)}
         )
         return
@@ -116,7 +117,7 @@ def explain_command(
     shown = [row for row in found if show_all or as_json or not row.quiet]
     if as_json:
         plans = [{"key": "expert_parallel", "value": text, "from": "model", "detail": model} for text in experts]
-        _print_json([*(_row_json(row) for row in shown), *({**plan, "note": ""} for plan in plans)])
+        print_json([*(_row_json(row) for row in shown), *({**plan, "note": ""} for plan in plans)])
         return
     _print_rows(config, shown)
     for text in experts:
@@ -222,19 +223,14 @@ def _write(text: str, output: Path | None, force: bool) -> None:
         return
     exists = output.exists()
     if exists and not force:
-        _usage(f"{output} exists; --force overwrites it")
+        wrong_usage(f"{output} exists; --force overwrites it")
     try:
         if exists:
             check_regular(output)  # a pipe would be waited for
         output.write_text(text, "utf-8")
     except OSError as error:
-        _usage(f"cannot write {output}: {error.strerror}")
+        wrong_usage(f"cannot write {output}: {error.strerror}")
     print(printable(f"wrote {output}"), file=sys.stderr)
-
-
-def _usage(message: str) -> NoReturn:
-    complain(message)
-    raise typer.Exit(2)
 
 
 def _key(pointer: str) -> str:
@@ -255,7 +251,7 @@ def _item(console: Console, label: str, style: str, text: Text) -> None:
 
 def _print_faults(error: ConfigError, as_json: bool) -> None:
     if as_json:
-        _print_json({"ok": False, "faults": [_fault_json(fault) for fault in error.faults], "warnings": [], "auto": []})
+        print_json({"ok": False, "faults": [_fault_json(fault) for fault in error.faults], "warnings": [], "auto": []})
         return
     console = Console(highlight=False)
     count = len(error.faults)
@@ -331,7 +327,3 @@ def _row_json(row: EffectiveValue) -> dict[str, Any]:
 
 def _fault_json(fault: Fault) -> dict[str, Any]:
     return {"pointer": fault.pointer, "line": fault.line, "message": fault.message, "fix": fault.fix}
-
-
-def _print_json(value: Any) -> None:
-    print(printable_json(value))

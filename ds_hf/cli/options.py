@@ -15,8 +15,9 @@ from typer.core import TyperGroup
 
 import ds_hf
 from ds_hf.log import complain
+from ds_hf.printable import printable_json
 
-__all__ = ["FORMER", "Commands", "one_name", "version_option", "wrong_usage"]
+__all__ = ["FORMER", "Commands", "one_name", "print_json", "version_option", "wrong_usage"]
 
 FORMER = {
     "nproc": "num-gpus",
@@ -74,6 +75,11 @@ def _print_version(wanted: bool) -> None:
             found.append(f"no {name}")
     typer.echo(f"ds_hf {ds_hf.__version__} ({', '.join(found)})")
     raise typer.Exit
+
+
+def print_json(value: Any) -> None:
+    """On standard output, as any terminal shows it."""
+    print(printable_json(value))
 
 
 def wrong_usage(message: str) -> NoReturn:

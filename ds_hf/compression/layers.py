@@ -30,6 +30,7 @@ __all__ = [
     "adopt",
     "class_for",
     "is_conv1d",
+    "is_linear",
     "release",
 ]
 
@@ -140,6 +141,11 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether it is GPT-2's linear layer of transformers, whose weight is ``[inputs, outputs]``."""
     kind = _conv1d()
     return kind is not None and isinstance(module, kind)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer of torch or of transformers."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class _Transposed(Compressed):

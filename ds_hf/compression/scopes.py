@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from ds_hf.compression.compressed import Compressed
-from ds_hf.compression.layers import adopt, class_for, is_conv1d
+from ds_hf.compression.layers import adopt, class_for, is_conv1d, is_linear
 from ds_hf.config.schema import escape
 from ds_hf.config.types.compression import (
     ActivationQuantizationSection,
@@ -76,21 +76,17 @@ class Group:
         return ratio_of(self.section, {"params": self.params})
 
 
-def _linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
 def _takes(method: str) -> tuple[str, Callable[[nn.Module], bool]]:
     """What a method acts on, in words and as a test."""
     if method in ("row_pruning", "head_pruning"):
-        return "linear layers", _linear
+        return "linear layers", is_linear
     if method == "channel_pruning":
         return "2-dimensional convolutions", lambda m: isinstance(m, nn.Conv2d)
     if method == "activation_quantization":
-        return "linear layers and 2-dimensional convolutions", lambda m: _linear(m) or isinstance(m, nn.Conv2d)
+        return "linear layers and 2-dimensional convolutions", lambda m: is_linear(m) or isinstance(m, nn.Conv2d)
     return (
         "linear layers, 2-dimensional convolutions and embeddings",
-        lambda m: _linear(m) or isinstance(m, nn.Conv2d | nn.Embedding),
+        lambda m: is_linear(m) or isinstance(m, nn.Conv2d | nn.Embedding),
     )
 
 

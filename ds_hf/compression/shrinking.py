@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.compression.layers import is_conv1d
+from ds_hf.compression.layers import is_conv1d, is_linear
 from ds_hf.compression.scopes import Group, inputs_of, outputs_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.errors import Fault
@@ -99,10 +99,6 @@ def _places(name: str) -> list[str]:
     return [word for word in name.split(".")[:-1] if word.isdecimal()]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
 def _beside(named: Mapping[str, nn.Module], name: str, but: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """Modules in the same module as ``name``, without those ``but``."""
     for child, module in _parent(named, name).named_children():
@@ -126,7 +122,7 @@ def _rows(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[F
         return
     blocks = "." in name  # in a flat model layers of the same shape need not belong together
     for other, module in _beside(named, name, (name, *group.related[name])) if blocks else ():
-        if _is_linear(module) and (inputs_of(module), outputs_of(module)) == (inputs_of(layer), outputs_of(layer)):
+        if is_linear(module) and (inputs_of(module), outputs_of(module)) == (inputs_of(layer), outputs_of(layer)):
             message = f"{other} stands beside {name}, has its shape and would stay as large as it is"
             yield _fault(group, message, f"add {other.rpartition('.')[2]} to the list")
     for key, function in (*parent.named_children(), *vars(parent).items()):
@@ -183,7 +179,7 @@ def _heads(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[
         if not isinstance(weight, Tensor):
             continue
         shape, last = logical_shape(weight), other.rpartition(".")[2]
-        if _is_linear(module):
+        if is_linear(module):
             if inputs_of(module) in reads and outputs_of(module) in rows | {width}:
                 yield _fault(group, f"{other} makes heads as well, and would keep them", f"add {last} to the list")
         elif len(shape) == 1 and _OF_HEADS.match(last) and shape[0] in rows | {width}:

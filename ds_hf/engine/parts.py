@@ -38,7 +38,7 @@ from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
 from ds_hf.engine.optim.unfreezing import Unfreezing
-from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape, own_dtype
 from ds_hf.engine.zero.comm_dtype import COMM_DTYPE, mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gathering import CopiedGathering, Gathering, RoundedGathering
@@ -55,7 +55,7 @@ from ds_hf.engine.zero.packed import (
     packed_parts,
     shards_packed,
 )
-from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_buffers, plan_units
+from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_buffers, plan_units
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard

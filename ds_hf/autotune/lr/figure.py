@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_hf.lr import LrResult, mean_curve
 
-__all__ = ["figure"]
+__all__ = ["ceiling", "figure"]
 
 TRAIN, HELD_OUT, RUNS, SUGGESTED = "#7a8aa0", "#1f5fa8", "#c2571a", "#1a7f37"
 
@@ -44,7 +44,7 @@ def figure(result: LrResult) -> Any:
 
 
 def _sweeps(made: Any, result: LrResult) -> None:
-    top = _ceiling(result)
+    top = ceiling(result)
     for index, sweep in enumerate(result.sweeps):
         name = f"training, order {sweep.seed}"
         losses = [_below(loss, top) for loss in sweep.train]
@@ -86,7 +86,7 @@ def _runs(made: Any, result: LrResult) -> None:
         )  # fmt: skip
 
 
-def _ceiling(result: LrResult) -> float:
+def ceiling(result: LrResult) -> float:
     """Losses above it are not drawn: one that diverges would flatten all others."""
     finite = [loss for sweep in result.sweeps for loss in sweep.train if math.isfinite(loss)]
     if not finite:

@@ -10,6 +10,7 @@ from html import escape
 import numpy as np
 
 from ds_hf.autotune.charts import COLOURS, Band, ChartAxis, Mark, Series, xy
+from ds_hf.autotune.lr.figure import ceiling
 from ds_hf.autotune.page import code, facts, notice, page, section, table
 from ds_hf.lr import Advice, LrResult, mean_curve
 
@@ -199,15 +200,6 @@ def _every_run(result: LrResult) -> str:
     ]
     head = ["learning rate", "updates", "orders", "held-out loss, mean"]
     return table(head, rows, numbers=(0, 1, 2, 3), best=best if math.isfinite(means[best][1]) else -1)
-
-
-def ceiling(result: LrResult) -> float:
-    """Losses above it are not drawn: one that diverges would flatten all others."""
-    finite = [loss for sweep in result.sweeps for loss in sweep.train if math.isfinite(loss)]
-    if not finite:
-        return math.inf
-    first = finite[0]
-    return first + 0.5 * max(first - min(finite), 0.2 * abs(first))
 
 
 def _below(losses: Sequence[float], top: float) -> list[float | None]:

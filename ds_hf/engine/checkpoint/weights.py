@@ -27,9 +27,8 @@ from ds_hf.engine.checkpoint.merging import Merging
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
-from ds_hf.engine.zero.buffer import home_of, logical_shape, unshard
+from ds_hf.engine.zero.buffer import home_of, logical_shape, own_dtype, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
-from ds_hf.engine.zero.planning import own_dtype
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Remote", "Stages", "find_whole", "named_weights", "values_of"]

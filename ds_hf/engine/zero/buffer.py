@@ -48,6 +48,7 @@ __all__ = [
     "home_of",
     "leave_home",
     "logical_shape",
+    "own_dtype",
     "unshard",
 ]
 
@@ -220,7 +221,7 @@ class FlatBuffer:
         Args:
             synchronize: take rank 0's values on all ranks.
         """
-        sources = {_source_dtype(p) for p in self.params}
+        sources = {own_dtype(p) for p in self.params}
         wide = torch.float32 if torch.float32 in sources else self.dtype
         if torch.float64 in sources:
             wide = torch.float64
@@ -551,7 +552,8 @@ def leave_home(param: Tensor) -> None:
         home.leave(param)
 
 
-def _source_dtype(param: Tensor) -> torch.dtype:
+def own_dtype(param: Tensor) -> torch.dtype:
+    """Dtype of the parameter's values, also while it is released."""
     home = home_of(param)
     return param.dtype if home is None else home.buffer.dtype
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.engine.zero.buffer import logical_shape, own_dtype
 from ds_hf.engine.zero.comm_dtype import COMM_DTYPE
 from ds_hf.engine.zero.leaf import find_choices, holder_of, is_container, is_leaf
 from ds_hf.engine.zero.packed import is_packed
@@ -33,7 +33,6 @@ __all__ = [
     "join_small",
     "keep_small_whole",
     "make_units",
-    "own_dtype",
     "plan_buffers",
     "plan_units",
 ]
@@ -320,12 +319,6 @@ def plan_buffers(
             )
         )
     return specs
-
-
-def own_dtype(param: Tensor) -> torch.dtype:
-    """Dtype of the parameter's values, also while it is released."""
-    home = home_of(param)
-    return param.dtype if home is None else home.buffer.dtype
 
 
 def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:

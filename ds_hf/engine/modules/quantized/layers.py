@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
 from ds_hf.engine.parallel.tensor.gathered import Divided
+from ds_hf.engine.parallel.tensor.styles import is_transposed
 from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, logical_shape, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, part_of_stack, set_cut
 from ds_hf.engine.zero.packed import is_packed
@@ -295,13 +296,9 @@ def _adapters(model: nn.Module) -> set[int]:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        linear = isinstance(module, nn.Linear) or _is_conv1d(module)
+        linear = isinstance(module, nn.Linear) or is_transposed(module)
         if module._parameters.get("weight") is not None and (linear or isinstance(module, nn.Embedding)):
             yield name, module
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return any(cls.__name__ == "Conv1D" and "transformers" in cls.__module__ for cls in type(module).__mro__)
 
 
 def _become(module: nn.Module, form: WeightFormat, shape: tuple[int, int], dtype: torch.dtype, packed: Tensor) -> None:
