@@ -547,15 +547,13 @@ def _shares(param: Tensor, view: Tensor) -> bool:
 
 def leave_home(param: Tensor) -> None:
     """Make ``param`` an ordinary parameter that its buffer does not touch any more; the caller gives it values."""
-    home = home_of(param)
-    if home is not None:
+    if (home := home_of(param)) is not None:
         home.leave(param)
 
 
 def own_dtype(param: Tensor) -> torch.dtype:
     """Dtype of the parameter's values, also while it is released."""
-    home = home_of(param)
-    return param.dtype if home is None else home.buffer.dtype
+    return param.dtype if (home := home_of(param)) is None else home.buffer.dtype
 
 
 def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
