@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from ds_hf.engine.parallel.sequence.heads import shares_of
 
 __all__ = ["DistributedAttention", "SeqAllToAll", "apply_rotary_pos_emb", "single_all_to_all"]
 
+# Groups of heads of the last exchange for tokens, where they do not divide: the way back is not told, as in DeepSpeed.
+_LAST: WeakKeyDictionary[dist.ProcessGroup, int | None] = WeakKeyDictionary()
 _HEADS = 2  # dimension of heads; the sequence is the other of 0 and 1 than the batch
 
 
@@ -123,6 +126,7 @@ def single_all_to_all(
 
     Args:
         input: ``[batch, sequence, heads, dim]``, or with the first two swapped where ``batch_dim_idx`` is 1.
+        num_kv_heads: groups of heads that stay together. On the way back, by default those of the last way there.
 
     Raises:
         AssertionError: ``async_op``; DeepSpeed's overlap is nothing that one exchange of q, k and v needs.
@@ -134,8 +138,10 @@ def single_all_to_all(
         kv = num_kv_heads if num_kv_heads is not None else heads
         shares = shares_of(heads, kv, axis.world_size) if kv % axis.world_size or heads % axis.world_size else None
         way = Exchange(_HEADS, sequence, shares)
+        _LAST[group] = None if shares is None else kv
     else:
         shares = None
+        num_kv_heads = _LAST.get(group) if num_kv_heads is None else num_kv_heads
         if num_kv_heads is not None and num_kv_heads % axis.world_size:
             mine = shares_of(num_kv_heads, num_kv_heads, axis.world_size)[axis.rank]
             shares = shares_of(num_kv_heads * (heads // mine), num_kv_heads, axis.world_size)

@@ -79,6 +79,11 @@ def there_and_back() -> None:
         heads = _SeqAllToAll.apply(dist.group.WORLD, given, 2, 0, batch_dim)
         assert heads.shape[2] == 8 // dist.get_world_size()
         assert torch.equal(_SeqAllToAll.apply(dist.group.WORLD, heads, 0, 2, batch_dim), given)
+        for number in (3, 5):  # the first process has one more, and the way back is not told how many there are
+            odd = given[:, :, :number]
+            heads = _SeqAllToAll.apply(dist.group.WORLD, odd, 2, 0, batch_dim)
+            assert heads.shape[2] == (number + 1 - dist.get_rank()) // 2
+            assert torch.equal(_SeqAllToAll.apply(dist.group.WORLD, heads, 0, 2, batch_dim), odd)
 
 
 def test_the_exchange_of_one_tensor() -> None:
