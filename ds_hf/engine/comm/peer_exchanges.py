@@ -184,11 +184,13 @@ class PeerExchanges:
         return found
 
     def _make_room(self, nbytes: int) -> None:
-        """Slots with rows of ``nbytes``."""
+        """Slots with rows of ``nbytes``, and up to a quarter more: sequences that grow shall not need new ones each
+        time, for the old ones' memory is not given back before the end."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # this rank has left the others' memory; they map their new one after that, too
         others = self.axis.world_size - 1
-        self._row_nbytes = nbytes
+        step = max(_ALIGNMENT, 1 << nbytes.bit_length() - 3)
+        self._row_nbytes = nbytes = -(-nbytes // step) * step
         self._rows, self._memory = {}, ()
         mapped = self._mapping(_SLOTS * others * nbytes, torch.uint8)
         self._memory = [each.view(_SLOTS, others, -1) for each in mapped]
