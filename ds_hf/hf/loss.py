@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
@@ -130,7 +131,11 @@ def prepare_loss(trainer: Any, loader: Any) -> None:
             "micro-batch, give router_aux_loss_coef=0.0, or take no sequence-parallel size",
             "sequence_parallel_size",
         )
-    loader.keeps_labels = trainer.compute_loss_func is not None or not _shifts_smoothed(trainer)
+    loader.keeps_labels = not (
+        trainer.compute_loss_func is None
+        and _shifts_smoothed(trainer)
+        and getattr(trainer, "_loss_shifts_labels", True)
+    )
     if trainer.compute_loss_func is not None:
         warn_once(
             "compute_loss_func is given the outputs of whole sequences: each process gathers all logits of its "
@@ -174,10 +179,21 @@ def _scale_noise(trainer: Any, parts: int) -> None:
 def _tell_of_repeated_batches(trainer: Any, parts: int) -> None:
     """accelerate deals batches out to all processes, and fills up so that each has as many."""
     args, engine = trainer.args, engine_of(trainer)
-    if args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__") or engine is None:
+    if engine is None:
+        return
+    data = int(engine.mesh.shape.data)
+    if isinstance(trainer.train_dataset, IterableDataset):
+        together = parts * data * args.per_device_train_batch_size
+        warn_once(
+            f"streamed data: if a pass ends amid the {together} samples that {parts * data} processes take together, "
+            "accelerate divides those that are left into smaller batches, or repeats the first ones, so that the last "
+            f"steps are others than without divided sequences. Give a stream of a multiple of {together} samples, or a "
+            "max_steps before its end; dataloader_drop_last has no effect on streams"
+        )
+        return
+    if args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
         return
     batches = -(-len(trainer.train_dataset) // args.per_device_train_batch_size)
-    data = int(engine.mesh.shape.data)
     repeated = -batches % (parts * data) - -batches % data
     if repeated > 0:
         warn_once(
@@ -226,7 +242,8 @@ def _of_cut_batches(engine: Engine, args: Args, kwargs: Kwargs) -> tuple[Args, K
 
 
 def _labels_of(trainer: Any, batch: Any) -> Any:
-    """What counts: as the Trainer sees it in a process with whole sequences."""
+    """What counts: as the Trainer sees it in a process with whole sequences, where a model without ``loss_type``
+    (GPT-2) has the first label of each sample among its items."""
     if getattr(trainer, "_loss_shifts_labels", True) or "labels" not in batch:
         return batch.get("shift_labels")
     return batch["labels"]

@@ -7,7 +7,7 @@ parallelism, two accumulated micro-batches make the steps of four.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import ParallelismConfig
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -134,6 +135,16 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
 EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
+SMALL_GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+)
+
+
+class Unmasked(Sentences):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index].clone()}
+
+
 def by_each_kind(folder: Path, file: Mapping[str, Any] | None, **more: Any) -> dict[str, list[dict[str, Any]]]:
     """Steps and an evaluation of each kind of loss."""
     config_ = tiny_llama().config.to_dict()
@@ -141,6 +152,12 @@ def by_each_kind(folder: Path, file: Mapping[str, Any] | None, **more: Any) -> d
         "smoothed": (tiny_llama(), {"label_smoothing_factor": 0.2}, {}),
         "function": (tiny_llama(), {}, {"compute_loss_func": summed}),
         "of the batch": (LlamaForCausalLM(tiny_llama().config), {}, {}),
+        # whose first labels the Trainer counts, though they are no one's next token
+        "no loss_type": (
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL_GPT2)),
+            {},
+            {"train_dataset": Unmasked(64, seed=1)},
+        ),
         "experts": (transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**config_, **EXPERTS})), {}, {}),
     }
     if file is not None:
@@ -233,13 +250,18 @@ def test_evaluation_beside_data_parallelism(tmp_path: Path) -> None:
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
 
-def noise_and_batches(folder: Path) -> tuple[float, list[str]]:
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter([Sentences(10, seed=1)[index] for index in range(10)])
+
+
+def noise_and_batches(folder: Path, data: Any) -> tuple[float, list[str]]:
     """What NEFTune is told, and what is said where batches do not divide."""
     logger.addHandler(lines := Lines())
     made = make_trainer(
         folder,
         config(2),
-        trainer_arguments={"train_dataset": Sentences(10, seed=1)},
+        trainer_arguments={"train_dataset": data},
         parallelism_config=ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed"),
         neftune_noise_alpha=5.0,
         max_steps=1,
@@ -256,10 +278,18 @@ def noise_and_batches(folder: Path) -> tuple[float, list[str]]:
     return seen[0], lines.texts
 
 
-def test_noise_of_whole_sequences_and_batches_that_are_repeated(tmp_path: Path) -> None:
-    for rank, (alpha, said) in enumerate(run_user_code(noise_and_batches, tmp_path)):
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (Sentences(10, seed=1), "5 batches, which 2 processes do not share evenly"),
+        (Stream(), "Give a stream of a multiple of 4 samples"),
+    ],
+    ids=["samples", "streamed"],
+)
+def test_noise_of_whole_sequences_and_batches_that_are_repeated(tmp_path: Path, data: Any, told: str) -> None:
+    for rank, (alpha, said) in enumerate(run_user_code(noise_and_batches, tmp_path, data)):
         assert alpha == pytest.approx(5 / math.sqrt(SEQUENCE))
-        assert any("5 batches, which 2 processes do not share evenly" in text for text in said) == (rank == 0)
+        assert any(told in text for text in said) == (rank == 0)
 
 
 def trained(folder: Path, stage: int, sequence: int, resume: str | None) -> tuple[list[dict[str, float]], float]:
