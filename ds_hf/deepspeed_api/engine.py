@@ -143,7 +143,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
             )
         steps = train_batch_size // per_micro_batch
         self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
-        self.accumulation.steps = steps
+        self.accumulation.change(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that the caller's micro-batches have another size now; accumulation stays."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ds_hf.config.types import Config
 from ds_hf.errors import DsHfError
+from ds_hf.log import warn_once
 
 __all__ = ["Accumulation", "BatchSizes", "UnmanagedAccumulation", "WholeBatches", "accumulation_of"]
 
@@ -47,11 +48,12 @@ class Accumulation:
         self.micro_steps = 0
         self.forced: bool | None = None
         self.stepping = False
+        self._since = 0  # the micro-step from which on every ``steps``-th one is a boundary
 
     @property
     def at_boundary(self) -> bool:
         """Whether the present micro-batch ends with an optimizer step."""
-        return (self.micro_steps + 1) % self.steps == 0 if self.forced is None else self.forced
+        return (self.micro_steps - self._since + 1) % self.steps == 0 if self.forced is None else self.forced
 
     @property
     def updates(self) -> bool:
@@ -69,11 +71,23 @@ class Accumulation:
 
     def begun(self, backwards: int) -> int:
         """Micro-batches of the unfinished step, of which so many backwards have ended."""
-        return self.micro_steps % self.steps
+        return (self.micro_steps - self._since) % self.steps
+
+    def change(self, steps: int) -> None:
+        """Accumulate so many micro-batches from here on. DeepSpeed 0.19.8 goes on counting those since the start, so
+        that the first step after a change may be one of fewer."""
+        under_way = self.begun(0)
+        if under_way and steps != self.steps and self.forced is None:
+            warn_once(
+                f"the micro-batches of a step change from {self.steps} to {steps} amid a step: the {under_way} before "
+                "weigh as they did, so it is no mean. Change them between two steps, when "
+                "engine.is_gradient_accumulation_boundary() was true at the last engine.step()"
+            )
+        self._since, self.steps = self.micro_steps - under_way, steps
 
     def resume(self, micro_steps: int) -> None:
         """Go on from a checkpoint. It has no gradients, so an accumulation that was under way begins anew."""
-        self.micro_steps = micro_steps - micro_steps % self.steps
+        self.micro_steps = self._since = micro_steps - micro_steps % self.steps
 
     def samples(self, batch: BatchSizes, backwards: int) -> int:
         """Samples of a step of so many backwards, of all processes."""

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from ds_hf import Engine, initialize
 from ds_hf.errors import DsHfError
+from ds_hf.log import logger
 from tests.contract.test_behaviour import SGD, check, model, tokens
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import Outcome, base_config, sgd, weight_error
 
@@ -198,3 +200,27 @@ def test_another_batch_size_divides_raw_backwards_too() -> None:
         assert engine.global_steps == 1
         engine.destroy()
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def counted_anew() -> list[list[int]]:
+    """Micro-batches after which the weights changed: 2 to a step, then 4, then 1, and 3 from amid a step on."""
+    engine, *_ = initialize(model=model(), config=base_config(2, optimizer=SGD, gradient_accumulation_steps=2))
+    logger.addHandler(lines := Lines())
+    batch, found = token_batches(2, 6, vocab=19), []
+    for total, micro_batches in [(2, 4), (4, 4), (1, 2), (2, 1), (3, 2)]:
+        engine.set_train_batch_size(total)
+        stepped = []
+        for number in range(1, micro_batches + 1):
+            before = engine.global_steps
+            engine.backward(engine(batch))
+            engine.step()
+            stepped += [number] * (engine.global_steps - before)
+        found.append(stepped)
+    engine.destroy()
+    logger.removeHandler(lines)
+    return [*found, [sum("change from 2 to 3 amid a step" in text for text in lines.texts)]]
+
+
+def test_another_batch_size_begins_to_count_where_it_is_set() -> None:
+    (found,) = run_distributed(counted_anew, 1)
+    assert found == [[2, 4], [4], [1, 2], [], [2], [1]]
