@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ds_hf.engine.zero.at_rest import Released
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
 from ds_hf.engine.zero.cut import is_cut, whole_shape
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -92,6 +93,15 @@ def _whole_alone(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any,
             "accelerator.get_state_dict(engine), which is whole on the first"
         )
     whole = _whole.get()
+    named = model.named_parameters()
+    gone = next((name for name, param in named if isinstance(param, Released) and id(param) not in whole), None)
+    if gone is not None:
+        raise DsHfError(
+            f"save_pretrained() of the bare model would write an empty {gone}, as each process holds a part of it at "
+            "ZeRO stage 3: call engine.export_pretrained(folder) on all processes, give state_dict="
+            "accelerator.get_state_dict(engine), or call it inside `with deepspeed.zero.GatheredParameters("
+            "list(model.parameters())):`"
+        )
     if whole and any(buffer.sharded for buffer in buffers_of(model.parameters())):
         params = dict(model.named_parameters(remove_duplicate=False))
         state = {name: whole.get(id(params.get(name)), value) for name, value in model.state_dict().items()}

@@ -9,12 +9,14 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
+from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -71,3 +73,21 @@ def test_a_head_whose_values_differ_from_the_embedding_is_not_tied_to_it(tmp_pat
     for found in run_distributed(load_sharded, 2, str(tmp_path)):
         assert found.keys() == expected.keys()
         assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+
+def save_bare(folder: str) -> dict[str, Tensor]:
+    """Whole weights, which a save inside of ``GatheredParameters`` has; outside nothing is written."""
+    with Init(config_dict_or_path=CONFIG):
+        model = build("llama")
+    with pytest.raises(DsHfError, match=r"would write an empty model\.embed_tokens\.weight"):
+        model.save_pretrained(f"{folder}/bare")
+    assert not list(Path(folder).glob("bare/*.safetensors"))
+    with GatheredParameters(list(model.parameters())):
+        model.save_pretrained(f"{folder}/{dist.get_rank()}")
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_a_bare_model_at_rest_is_not_written_empty(tmp_path: Path) -> None:
+    expected = run_distributed(save_bare, 2, str(tmp_path))[0]
+    found = cast(PreTrainedModel, LlamaForCausalLM.from_pretrained(tmp_path / "0"))
+    assert not [name for name, param in found.named_parameters() if not torch.equal(param, expected[name])]

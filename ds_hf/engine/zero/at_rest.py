@@ -146,6 +146,14 @@ def _tell_write(param: Tensor, what: str) -> None:
     )
 
 
+def _tell_cast(param: Tensor, dtype: torch.dtype) -> None:
+    warn_once(
+        f"{name_of(param)} and what else rests at ZeRO stage 3 is not cast to {str(dtype).removeprefix('torch.')}: the "
+        "engine gathers it in the dtype of its file (the sections bf16 and fp16), while buffers of the module are cast",
+        about="casts of parameters at rest",
+    )
+
+
 def _tell_read(param: Tensor, what: str) -> None:
     warn_once(
         f"{what} of {name_of(param)} sees no values (said once, for the first of them): at ZeRO stage 3 they are not "
@@ -202,11 +210,14 @@ class Released(AtRest):
     @data.setter
     def data(self, value: Tensor) -> None:
         # Nothing is put back by module.to(): in another form, or the same tensor again.
-        alike = value.dtype == self.dtype and value.device == self.device
+        cast = value.dtype != self.dtype
+        alike = not cast and value.device == self.device
         again = value is self or isinstance(value, AtRest | _Nothing)
         _SET_DATA(self, value)
         if value.numel() or (alike and not again):
             _tell_write(self, "`.data = ...`")
+        elif cast:
+            _tell_cast(self, value.dtype)
 
     def detach(self) -> Tensor:
         # Of the same version: what is written through views of it is counted, and told at the step.

@@ -197,6 +197,9 @@ def writes() -> list[str]:
     _ = weight.requires_grad_(True), weight.detach(), weight.data.shape, weight.grad
     silent += lines.texts
     after = full_weights(engine.module)
+    engine.module.bfloat16()
+    if len(lines.texts) != 1 or "is not cast to bfloat16" not in lines.texts[0]:
+        silent.append(f"cast: {lines.texts}")
     engine.destroy()
     return silent + [name for name in before if not torch.equal(before[name], after[name])]
 
