@@ -35,6 +35,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -95,7 +96,7 @@ def _whole_alone(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any,
     whole = _whole.get()
     named = model.named_parameters()
     gone = next((name for name, param in named if isinstance(param, Released) and id(param) not in whole), None)
-    if gone is not None:
+    if gone is not None and not (dist.is_initialized() and dist.get_rank()):  # transformers writes on the first
         raise DsHfError(
             f"save_pretrained() of the bare model would write an empty {gone}, as each process holds a part of it at "
             "ZeRO stage 3: call engine.export_pretrained(folder) on all processes, give state_dict="
