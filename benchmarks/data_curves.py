@@ -12,7 +12,6 @@ The loss on held-out text is that of whole sequences and all tokens, after each 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ds_hf
 from benchmarks.wire_chart import text as words
 from benchmarks.wire_convergence import text
+from benchmarks.zenflow import alone
 
 STEPS, BATCH, LENGTH, LAYERS, LR, PARTS = 800, 4, 256, 6, 2e-3, 20
 ROOT = Path(__file__).parents[1]
@@ -172,11 +172,7 @@ def main() -> None:
     if sys.argv[1:] == ["--chart"]:
         chart()
         return
-    out = Path(sys.argv[1])
-    names = sys.argv[2].split(";") if sys.argv[2:3] not in ([], [""]) else list(RUNS)
-    seeds = [int(seed) for seed in (sys.argv[3] if len(sys.argv) > 3 else "1,2,3").split(",")]
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
-        os.environ.setdefault(key, value)
+    out, names, seeds = alone(list(RUNS))
     of, other = text(held_out=False), text(held_out=True)
     for seed in seeds:
         for name in names:

@@ -82,12 +82,17 @@ def held_out_loss(made: nn.Module, of: Tensor) -> float:
     return sum(found) / len(found)
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    names = sys.argv[2].split(";") if sys.argv[2:3] not in ([], [""]) else list(RUNS)
+def alone(runs: list[str]) -> tuple[Path, list[str], list[int]]:
+    """A benchmark that is one process: the file, runs and seeds of its command line."""
+    names = sys.argv[2].split(";") if sys.argv[2:3] not in ([], [""]) else runs
     seeds = [int(seed) for seed in (sys.argv[3] if len(sys.argv) > 3 else "1,2,3").split(",")]
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(key, value)
+    return Path(sys.argv[1]), names, seeds
+
+
+def main() -> None:
+    out, names, seeds = alone(list(RUNS))
     of, other = text(held_out=False), text(held_out=True)
     for seed in seeds:
         learnt = model(seed)

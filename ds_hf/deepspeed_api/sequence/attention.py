@@ -7,8 +7,9 @@ The entry of the core's own name is replaced, and not a name of our own made, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def attend(
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-1] != whole:
         kwargs["position_ids"] = division.whole(positions, "position_ids") if division.by_positions else None
     if (copies := _copies_for_chunks(division, query, key, value, attention_mask, kwargs)) is not None:
-        return _attend_in_chunks(core, copies, what, module, query, key, value, attention_mask, *args, **kwargs)
+        compute = partial(core, module)
+        return _attend_in_chunks(compute, copies, what, (query, key, value), attention_mask, *args, **kwargs)
     query, key, value, groups = gather_tokens(query, key, value, axis, what)
     with _groups(module, groups):
         context, *others = core(module, query, key, value, attention_mask, *args, **kwargs)
@@ -98,8 +100,11 @@ def attend(
 def _copies_for_chunks(
     division: SequenceDivision, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> PeerExchanges | None:
-    """What chunks of heads travel by, where one can attend while another travels: by copies between GPUs, in one of the
-    cores whose heads know nothing of each other, and whose gradients nobody differentiates."""
+    """The copies by which chunks of heads travel; ``None`` where all heads attend at once.
+
+    Chunks need a core that computes each head by itself and whose backward is not differentiated again, no dropout (it
+    would draw other numbers), and heads that divide.
+    """
     axis = division.axis
     n = axis.world_size
     nbytes = sum(each.nbytes for each in (query, key, value)) // n * (n - 1)
@@ -113,25 +118,17 @@ def _copies_for_chunks(
 
 
 def _attend_in_chunks(
-    core: Callable[..., Any],
-    copies: PeerExchanges,
-    what: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
+    compute: Callable[..., Any], copies: PeerExchanges, what: str, given: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> Any:
+    """As ``attend``; ``given`` are query, key and value, and ``compute`` takes those of a chunk before ``args``."""
     there = ChunkedHeads(copies, heads=1, tokens=2, count=_CHUNKS, what=f"heads of {what}")
     back = ChunkedHeads(copies, heads=2, tokens=1, count=_CHUNKS, what=f"context of {what}")
-    heads, sinks = query.shape[1] // copies.axis.world_size // _CHUNKS, kwargs.get("s_aux")
+    heads, sinks = given[0].shape[1] // copies.axis.world_size // _CHUNKS, kwargs.get("s_aux")
     leaving = []
-    for chunk, coming in enumerate(there.spread([query, key, value])):
+    for chunk, coming in enumerate(there.spread(given)):
         if sinks is not None:
             kwargs["s_aux"] = sinks.unflatten(0, (_CHUNKS, -1))[chunk]
-        context, *others = core(module, *there.arrived(chunk, coming), attention_mask, *args, **kwargs)
+        context, *others = compute(*there.arrived(chunk, coming), *args, **kwargs)
         leaving.append(back.send(chunk, context.unflatten(-1, (heads, -1)) if context.ndim == 3 else context))
     return back.collected(leaving), *others
 

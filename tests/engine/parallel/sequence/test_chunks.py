@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ds_hf.deepspeed_api.sequence import attention as attention_of_models
 from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.parallel.sequence.chunks import ChunkedHeads
+from tests.contract import test_sequence_parity
 from tests.engine.comm.test_peer_exchanges import exchanges_in_files
 from tests.helpers.distributed import run_distributed
 
@@ -74,3 +77,19 @@ def differences(folder: str, shapes: Shapes, checkpointed: bool) -> float:
 )
 def test_chunks_attend_as_the_whole(tmp_path: Path, ranks: int, shapes: Shapes, checkpointed: bool) -> None:
     assert max(run_distributed(differences, ranks, str(tmp_path), shapes, checkpointed)) < 1e-12
+
+
+def in_chunks(folder: str, **more: Any) -> tuple[list[float], int]:
+    """Of a Llama whose attention gets its heads in chunks, and how many exchanges that took."""
+    copies = exchanges_in_files(axis_of(None, "sequence"), folder)
+    own: Any = attention_of_models
+    own.exchanges_for, own._LEAST_TOKENS = lambda axis, tensor, nbytes: copies, 0
+    errors = test_sequence_parity.gradients_of_stages([0, 3], 2, kv_heads=4, **more)
+    return errors, copies._count
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": True}], ids=["kept", "computed again"])
+def test_a_model_attends_in_chunks(tmp_path: Path, more: dict[str, Any]) -> None:
+    for errors, exchanges in run_distributed(in_chunks, 2, str(tmp_path), timeout=90, **more):
+        assert exchanges > 0
+        assert max(errors) < 1e-12
