@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: measures a GPU; no other test of tests/gpu runs beside it")
-
-
 @pytest.fixture(autouse=True)
 def _gpus(request: pytest.FixtureRequest) -> Iterator[None]:
     """A lock on a file, which ends with its process: shared by most tests, held alone by those marked ``alone``.

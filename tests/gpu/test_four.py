@@ -32,7 +32,7 @@ over_nccl = functools.partial(run_distributed, backend="nccl")
 def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hierarchical, mesh_checkpoints, pipeline_checkpoints, pipeline_variants):
         monkeypatch.setattr(module, "run_distributed", over_nccl)
-    hierarchical.plain_fp32.cache_clear()
+    hierarchical.plain.cache_clear()
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
