@@ -1,4 +1,4 @@
-"""Draws ``docs/img/step-time.svg`` from the newest records of ``benchmarks/training.py`` on two H200.
+"""Draws ``docs/img/step-time.svg`` from the newest records of ``benchmarks/training.py`` on two H100.
 
     python benchmarks/chart.py
 
@@ -18,10 +18,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 CHART = ROOT / "docs" / "img" / "step-time.svg"
 ENGINES = {"deepspeed": "DeepSpeed 0.19.8", "fsdp2": "FSDP2", "ds_hf": "ds_hf"}
 SETTINGS = {
-    "2xh200-1b3-stage2-accumulation4": "1.35 B, ZeRO-2, 4 accumulated",
-    "2xh200-1b3-stage2": "1.35 B, ZeRO-2",
-    "2xh200-1b3-stage3": "1.35 B, ZeRO-3",
-    "2xh200-6b7-stage3": "6.7 B, ZeRO-3, checkpointing",
+    "2xh100-1b3-stage1": "1.35 B, ZeRO-1",
+    "2xh100-1b3-stage2": "1.35 B, ZeRO-2",
+    "2xh100-1b3-stage3": "1.35 B, ZeRO-3",
+    "2xh100-6b7-stage3": "6.7 B, ZeRO-3, checkpointing",
 }
 WIDTH, LEFT, FULL = 760, 230, 400  # of the picture, of the labels, and of a bar of 100 %
 TOP, BAR, GAP = 76, 17, 22
