@@ -51,6 +51,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
+    _tiles(config, draft)
     _fp8(config, draft)
     _qat(config, draft)
     if config.zero_optimization.zenflow is not None and not draft.faulty("/zero_optimization/stage"):
@@ -249,6 +250,12 @@ def _activation_budget(config: Config, draft: Draft) -> None:
     elif config.activation_checkpointing.cpu_checkpointing or own.offload_activations:
         message = "no effect: checkpointed blocks, whose inputs go to host memory, keep nothing else to choose from"
         draft.warn(pointer, message, "remove it, or do without gradient checkpointing and this offload")
+
+
+def _tiles(config: Config, draft: Draft) -> None:
+    if config.ds_hf.tensor_sequence_parallel and config.ds_hf.tiled_mlp not in (None, 1):
+        message = "tiles are stretches of whole sequences, and with tensor_sequence_parallel each process has a part"
+        draft.fault("/ds_hf/tiled_mlp", message, "remove one of the two")
 
 
 def _fp8(config: Config, draft: Draft) -> None:

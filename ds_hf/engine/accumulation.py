@@ -71,7 +71,7 @@ class Accumulation:
 
     def begun(self, backwards: int) -> int:
         """Micro-batches of the unfinished step, of which so many backwards have ended."""
-        return (self.micro_steps - self._since) % self.steps
+        return (self.micro_steps - self._since) % self.steps if self.forced is None else backwards
 
     def change(self, steps: int) -> None:
         """Accumulate so many micro-batches from here on. DeepSpeed 0.19.8 goes on counting those since the start, so

@@ -40,7 +40,7 @@ from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
 from ds_hf.engine.parallel.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
 from ds_hf.engine.parallel.pipeline.module import StageModule
-from ds_hf.engine.parallel.tensor.divide import divide
+from ds_hf.engine.parallel.tensor.divide import check_whole, divide
 from ds_hf.engine.parallel.tensor.tokens import divide_tokens
 from ds_hf.engine.parts import make_parts
 from ds_hf.engine.zero.buffer import home_of
@@ -217,6 +217,8 @@ def _divide(
     parameters to train."""
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
     model_parameters = _adopt_torchaos(model, optimizer, model_parameters)
+    if mesh.shape.tensor == 1 and any(is_cut(param) for param in model.parameters()):
+        check_whole(model)
     if layers:
         divide(model, mesh, settings.tensor_parallel, optimizer)
         divide_tokens(model, mesh.axis("tensor"), wanted=settings.ds_hf.tensor_sequence_parallel)

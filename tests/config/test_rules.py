@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -284,3 +285,11 @@ def test_a_pattern_that_only_scripts_read_is_told() -> None:
     assert used.warnings == ()
     assert used.sparse_attention.num_random_blocks == 2
     assert used.sparse_attention.global_block_indices == (0,)
+
+
+@pytest.mark.parametrize(("tiles", "refused"), [(None, False), (1, False), (2, True), ("auto", True)])
+def test_tiles_beside_divided_tokens(tiles: Any, refused: bool) -> None:
+    own = {"tensor_sequence_parallel": True, "tiled_mlp": tiles}
+    tree = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}, "ds_hf": own}
+    with pytest.raises(ConfigError, match="/ds_hf/tiled_mlp: tiles are") if refused else nullcontext():
+        assert load_config(tree, world_size=2).ds_hf.tiled_mlp == tiles

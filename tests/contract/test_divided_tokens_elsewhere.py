@@ -3,6 +3,7 @@ process with plain torch, fp64 gradients to 1e-12 of the largest, or refused by 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ds_hf.errors import ConfigError
+from ds_hf.log import forget_said
 from tests.contract.test_divided_tokens import assert_equal, engine_of, gradients_of, plain, samples
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.tensor import Fused, build, loss_of
 
 ORDERS = {
@@ -257,3 +260,40 @@ def test_a_loss_on_a_part_is_refused_at_any_step() -> None:
                 assert f"model.layers.{given} gave hidden states of a part of the tokens" in text
             else:
                 assert text == "", name
+
+
+def hooks_that_look() -> dict[str, str]:
+    """What is said of a hook on each of these modules that was registered after a step; "" for nothing."""
+    logging.getLogger("ds_hf").addHandler(lines := Lines())
+    engine = engine_of(build("llama").double(), "llama", 2, 1)
+    layer = engine.module.model.layers[1]
+    seen: list[int] = []
+
+    def logs_a_mean(module: nn.Module, args: Any, output: Any = None) -> None:
+        seen.append(args[0].shape[:-1].numel())
+
+    found, ids = {}, samples(1, length=10)[0]
+    for name in ("nothing", "norm", "block", "mlp", "before the mlp", "o_proj", "head"):
+        forget_said()
+        lines.texts.clear()
+        modules = {"norm": layer.input_layernorm, "block": layer, "o_proj": layer.self_attn.o_proj}
+        module = {**modules, "head": engine.module.lm_head}.get(name, layer.mlp)
+        before = name.startswith("before")
+        handle = module.register_forward_pre_hook(logs_a_mean) if before else module.register_forward_hook(logs_a_mean)
+        if name == "nothing":
+            handle.remove()
+        engine.backward(loss_of(engine, ids))
+        handle.remove()
+        found[name] = next((line for line in lines.texts if "parts of the tokens" in line), "")
+    engine.destroy()
+    return {**found, "tokens": str([seen[0] * 2 == ids.numel(), seen[2] == ids.numel(), seen[3] == ids.numel()])}
+
+
+def test_hooks_that_see_a_part_are_told() -> None:
+    found, _ = run_distributed(hooks_that_look, 2, timeout=60)  # the first process speaks
+    name = "model.layers.1"
+    for key, module in {"norm": f"{name}.input_layernorm", "block": name, "mlp": f"{name}.mlp"}.items():
+        assert f"logs_a_mean) on {module} sees one of 2 parts of the tokens" in found[key], key
+    assert f"on {name}.self_attn.o_proj sees one of 2 parts" in found["o_proj"]
+    assert found["nothing"] == found["before the mlp"] == found["head"] == ""
+    assert found["tokens"] == "[True, True, True]"  # of the norm; of the mlp's input, which is whole

@@ -386,6 +386,8 @@ def refusals() -> dict[str, str]:
     unknown._tp_plan = {"model.layers.*.mlp.up_proj": "diagonal"}  # type: ignore[assignment]
     patched = build("llama")
     patched.model.layers[1].mlp.up_proj.forward = lambda x: x  # type: ignore[union-attr, index]
+    before = build("llama")
+    initialize(model=before, config=config("llama", 4, 1))[0].destroy()
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
     wrong = [{"patterns": [".*qkv.weight"], "partition_type": "column", "shape": [[30, 16, 16], -1]}]
     return {
@@ -404,6 +406,8 @@ def refusals() -> dict[str, str]:
         "unmatched": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}}),
         "strict": refused("fused", section={"partition_config": {**PARTITION, "strict_mode": True}}),
         "sizes": refused("llama", tensor=3),
+        "cut before, fewer": refused("llama", before, tensor=2),
+        "cut before, whole": refused("llama", before, tensor=1),
     }
 
 
@@ -431,6 +435,8 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "no layer of Fused matches a rule" in found["unmatched"]
         assert found["strict"] == ""  # every linear layer has a rule
         assert "tensor-parallel 3 (tensor_parallel.autotp_size) does not divide the 4 processes" in found["sizes"]
+        assert "cut over 4 processes by an engine before, and now it is to be 2" in found["cut before, fewer"]
+        assert "were cut over 4 processes by an engine before, and now no layer is to be" in found["cut before, whole"]
 
 
 def across_hosts() -> list[str]:

@@ -115,7 +115,11 @@ def _bound_names(manifest: Manifest, optimizer: str) -> set[str]:
             for name in known
             if len(manifest.parameters[name].shape) > 0  # one number: its moments are kept among the scalars
         }
-        if len(kept) > 1 or any("irregular" in states for states in kept) or "adafactor" in optimizer.lower():
+        if (
+            (len(kept) > 1 and not _is_elementwise(optimizer))
+            or any("irregular" in states for states in kept)
+            or "adafactor" in optimizer.lower()
+        ):
             bound.update(known)
     return bound
 
@@ -285,8 +289,7 @@ def check_states(engine: Checkpointable, source: Source, fit: Fit) -> None:
     assert optimizer is not None
     rule = type(optimizer.optimizer).__name__
     always = _ALWAYS.get(rule, [])
-    alike = bool(always) or traits_of(rule).elementwise
-    bound = set() if alike else _bound_names(manifest, rule)
+    bound = set() if _is_elementwise(rule) else _bound_names(manifest, rule)
     saved = {each.name: each for each in fit.parameters.values() if each.trainable and each.numel}
     for names in manifest.extra.get("groups") or [list(saved)]:
         members = [saved[name] for name in names if name in saved and _was_stepped(source, saved[name])]
@@ -302,6 +305,11 @@ def check_states(engine: Checkpointable, source: Source, fit: Fit) -> None:
                     f"{lacking[0]} would go on with zeros. The checkpoint is incomplete: copy it again, or load with "
                     "load_optimizer_states=False"
                 )
+
+
+def _is_elementwise(rule: str) -> bool:
+    """Whether a class of this name keeps the same of every element that it has updated."""
+    return rule in _ALWAYS or traits_of(rule).elementwise
 
 
 def _was_stepped(source: Source, saved: SavedParameter) -> bool:

@@ -33,7 +33,7 @@ from ds_hf.engine.checkpoint.describe import describe
 from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.live import Checkpointable, world_of
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
 __all__ = ["consolidated_state_dict", "save_16bit_model", "save_checkpoint"]
 
@@ -62,6 +62,7 @@ def save_checkpoint(
         CheckpointPlaceError: ``save_dir`` or ``tag`` cannot be one, on every rank; nothing was touched.
     """
     began = time.perf_counter()
+    _tell_of_gradients(engine)
     engine.checkpoint_writer.wait()
     if engine.optimizer is not None:
         engine.optimizer.bring_together()
@@ -103,6 +104,17 @@ def save_checkpoint(
             shutil.rmtree(staged, ignore_errors=True)
         raise
     return True
+
+
+def _tell_of_gradients(engine: Checkpointable) -> None:
+    """Gradients are not saved; a loader of the engine's own goes back to the step's first micro-batch."""
+    begun = engine.begun_micro_batches
+    if begun and engine.training_dataloader is None:
+        warn_once(
+            f"a checkpoint was saved amid a step, of which {begun} of {engine.accumulation.steps} micro-batches were "
+            "done (said once): gradients are not in it, so a run that loads it begins that step anew. Save after the "
+            "engine.step() that updates, or let the data go back as far"
+        )
 
 
 def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str, str, str]:

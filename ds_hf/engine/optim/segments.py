@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.layout import Fragment
+from ds_hf.errors import ConfigError
 
 __all__ = ["Segment", "cut_segments", "fragments_of", "part_segments", "take_over_state"]
 
@@ -138,6 +139,7 @@ def take_over_state(
     before, optimizer.state = optimizer.state, defaultdict(dict)
     if not before:
         return
+    _fill_empty(optimizer, before)
     elementwise = {
         key
         for param, state in before.items()
@@ -156,3 +158,26 @@ def take_over_state(
                         piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
                         value.view(-1)[start : start + length].copy_(piece)
                 optimizer.state[segment.param][key] = value
+
+
+def _fill_empty(optimizer: Optimizer, before: Mapping[Any, dict[str, Any]]) -> None:
+    """Give state that was made of parameters at rest, which are empty, the parameter's shape: Adagrad's sums.
+
+    Raises:
+        ConfigError: nothing says what another optimizer would have filled it with.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            shape = logical_shape(param)
+            for key, value in before.get(param, {}).items():
+                if not isinstance(value, Tensor) or value.numel() or not shape.numel():
+                    continue
+                fill = group.get("initial_accumulator_value")
+                if key != "sum" or fill is None:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} made its state {key!r} of a parameter whose values were not here "
+                        f"(of shape {tuple(shape)}; zero.Init or an engine before has divided it): give initialize() "
+                        "a function that makes it, optimizer=lambda params: ..., beside model_parameters",
+                        "initialize(optimizer=...)",
+                    )
+                before[param][key] = torch.full(shape, float(fill), dtype=value.dtype, device=value.device)

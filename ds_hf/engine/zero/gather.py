@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm.collectives import all_reduce_max
 from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
-from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
+from ds_hf.engine.zero.buffer import FlatBuffer, ParamHome, buffers_of, home_of, unshard
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.errors import DsHfError
@@ -72,7 +72,7 @@ class GatheredParameters:
             self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
             unwatched = [b for b in self.buffers if not (b.hold.reports_changes or b.hold.writers or b.aliased)]
             for buffer in unwatched:
-                buffer.hold.looked_at += buffer.states is not None  # while a model is loaded that would take time
+                buffer.hold.looked_at += bool(buffer.users)  # while a model is loaded that would take time
                 sign = _fingerprint if 0 < buffer.hold.looked_at <= _LOOKS else _version
                 self._versions += [(p, sign, sign(p)) for p in buffer.owners if id(p) in given]
         else:
@@ -131,7 +131,7 @@ def _tell_changes(versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]]) -
     collective."""
     for param, sign, before in versions:
         home = home_of(param)
-        if home is None or home.buffer.hold.writers or sign(param) == before:
+        if home is None or home.buffer.hold.writers or sign(param) == before or _was_merged_for_the_block(param, home):
             continue
         warn_once(
             f"{name_of(param)} was changed inside GatheredParameters(modifier_rank=None) (said once, for the first of "
@@ -140,6 +140,13 @@ def _tell_changes(versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]]) -
             about=LOST_WRITES,
         )
         return
+
+
+def _was_merged_for_the_block(param: Tensor, home: ParamHome) -> bool:
+    """PEFT has merged adapters into it and taken them out again, up to rounding, which nobody misses."""
+    modules = [m for hooks in home.buffer.users for unit in hooks.units for m in unit.modules if not home.buffer.states]
+    layers = (layer for module in modules for layer in module.modules() if hasattr(layer, "merged_adapters"))
+    return any(not layer.merged for layer in layers if any(param is each for each in layer.parameters()))
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int, int]:

@@ -293,7 +293,7 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
         assert engine.module.count == 12
 
 
-def _with_optimizer(kind: str, stage: int) -> Any:
+def _with_optimizer(kind: str, stage: int, *, frozen: bool = False) -> Any:
     torch.manual_seed(0)
     model = Model()
     params = [p for p in model.parameters() if p.requires_grad]
@@ -308,6 +308,7 @@ def _with_optimizer(kind: str, stage: int) -> Any:
         optimizer = torch.optim.NAdam(params, lr=1e-2)
     else:
         optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    model.blocks.requires_grad_(not frozen)
     content = {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
     return ds_hf.initialize(model=model, config=content, optimizer=optimizer)[0]
 
@@ -340,6 +341,28 @@ def _adafactor_at(folder: Path, stage: int, saves: bool) -> tuple[str, list[floa
         except CheckpointError as error:
             return str(error), []
     return "", train(engine, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "nadam", "sgd"])
+def test_parameters_without_states_do_not_bind_the_others(tmp_path: Path, kind: str) -> None:
+    """Saved between unfreezing and the first step of what was unfrozen, and cut otherwise where it is loaded."""
+    run_distributed(_unfrozen_at, 2, tmp_path, kind, 2, True)
+    (expected,) = run_distributed(_unfrozen_at, 1, tmp_path, kind, 2, True)
+    for world, stage in ((1, 3), (2, 0)):
+        found = run_distributed(_unfrozen_at, world, tmp_path, kind, stage, False)
+        assert all(each == pytest.approx(expected, rel=1e-6) for each in found)
+
+
+def _unfrozen_at(folder: Path, kind: str, stage: int, saves: bool) -> list[float]:
+    engine = _with_optimizer(kind, stage, frozen=saves)
+    if not saves:
+        engine.load_checkpoint(folder)
+        return train(engine, 3, 2)
+    train(engine, 2)
+    engine.module.blocks.requires_grad_(True)
+    if engine.mesh.world.world_size > 1:
+        engine.save_checkpoint(folder)
+    return train(engine, 3, 2)
 
 
 def test_states_that_cannot_be_cut(tmp_path: Path) -> None:

@@ -440,3 +440,22 @@ def test_values_that_no_unit_holds_are_saved(tmp_path: Path) -> None:
         model.codes.data.zero_()
         engine.load_checkpoint(tmp_path)
         assert model.codes.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gradients_of_a_step_that_is_under_way_are_told_to_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a run that loads it makes that step of all its micro-batches: weights as if they had come once."""
+    content = {**config(2), "gradient_accumulation_steps": 3}
+    with engine_of(content) as engine:
+        train(engine, 5)
+        assert "amid a step" not in caplog.text
+        engine.save_checkpoint(tmp_path)
+        assert "amid a step, of which 2 of 3 micro-batches were done" in caplog.text
+        train(engine, 1, 5)
+        expected = states(engine)
+    with engine_of(content, seed=5) as engine:
+        engine.load_checkpoint(tmp_path)
+        train(engine, 3, 3)
+        found = differences(states(engine), expected)
+        assert [name for name in found if not name.endswith((".mean", ".calls"))] == []  # buffers saw two samples twice

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from ds_hf import initialize
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
+from ds_hf.engine.zero.init import Init
+from ds_hf.errors import ConfigError
+from tests.helpers.distributed import run_distributed
 
 CPU = torch.device("cpu")
 POLICY = GradientPolicy(True, False, 1.0, 1.0, None, torch.float32)
@@ -82,3 +88,46 @@ def test_states_from_before_are_cut_as_the_parameters(elementwise: bool) -> None
         state = inner.state[segment.param]
         assert float(state["step"]) == 1.0
         assert torch.equal(state["exp_avg"].flatten(), flat[segment.start : segment.end])
+
+
+def made_of_empty_parameters() -> tuple[list[float], list[float], str]:
+    """Losses with Adagrad, and the refusal of a rule that is not known, made of what ``zero.Init`` has divided."""
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, engine: Any = None) -> list[float]:
+        losses = []
+        for step in range(3):
+            loss = (engine or model)(torch.linspace(-1, 1, 12).view(2, 6) * (step + 1)).square().mean()
+            losses.append(float(loss.detach()))
+            loss.backward()
+            (engine or optimizer).step()
+            optimizer.zero_grad()
+        return losses
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    settings = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": zero}
+    options = {"lr": 0.1, "initial_accumulator_value": 0.2}
+    model = build()
+    expected = train(model, torch.optim.Adagrad(model.parameters(), **options))
+    with Init(config_dict_or_path=settings):
+        model = build()
+    inner = torch.optim.Adagrad(model.parameters(), **options)
+    assert not any(inner.state[param]["sum"].numel() for param in model.parameters())
+    engine = initialize(model=model, optimizer=inner, config=settings)[0]
+    found = train(model, inner, engine)
+    engine.destroy()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        other.state[param]["averages"] = torch.ones_like(param)
+    with pytest.raises(ConfigError) as error:
+        initialize(model=model, optimizer=other, config=settings)
+    return expected, found, str(error.value)
+
+
+def test_states_made_of_empty_parameters() -> None:
+    for expected, found, refused in run_distributed(made_of_empty_parameters, 2, timeout=30):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert "SGD made its state 'averages' of a parameter whose values were not here (of shape (5, 6)" in refused

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
@@ -152,3 +156,34 @@ def test_sanity_checks_report_a_change_that_would_be_lost() -> None:
         for case in ("none", "kept outside", "engine, none", "without the key"):
             assert found[case] == "", case
         assert found["gathers"] == "(32, 64)"
+
+
+def adapters_merged_inside(how: str) -> tuple[bool, bool, bool]:
+    """Whether the lost change was told; whether the model gives what adapters that are merged, or are not, give."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    made = peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False)
+    model = peft.get_peft_model(base, made).eval()
+    x = torch.linspace(-1, 1, 64)
+    expected, lines = model(x).detach(), Lines()
+    with model.disable_adapter():
+        without = model(x).detach()
+    logging.getLogger("ds_hf").addHandler(lines)
+    engine, *_ = initialize(model=model, config={**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    with GatheredParameters(list(model.parameters()), modifier_rank=0 if how == "kept" else None):
+        model.merge_adapter()
+        if how == "undone":
+            model.unmerge_adapter()
+    with torch.no_grad():
+        found = engine(x)
+    told = any("base_layer.weight (32, 64) was changed inside" in line for line in lines.texts)
+    engine.destroy()
+    return told, torch.allclose(found, expected, atol=1e-5), torch.allclose(found, without, atol=1e-5)
+
+
+def test_adapters_that_are_merged_for_nothing_are_told() -> None:
+    """Frozen weights, and a write through ``.data``; what is merged and taken out again is no loss."""
+    wanted = {"lost": (True, False, True), "kept": (False, True, False), "undone": (False, True, False)}
+    for how, expected in wanted.items():
+        found = run_distributed(adapters_merged_inside, 2, how)
+        assert found == [expected, (False, *expected[1:])], how  # the first process speaks

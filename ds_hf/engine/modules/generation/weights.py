@@ -38,10 +38,18 @@ class WholeWeights:
     def __init__(
         self, units: Sequence[Unit], world: Axis, device: torch.device, *, whole: bool = True, exchanges: bool = False
     ) -> None:
-        self.buffers: list[FlatBuffer] = [buffer for unit in units for buffer in unit.buffers]
-        self.sharded = [buffer for buffer in self.buffers if buffer.sharded]
+        self._units = units
         self._world, self._device, self._whole, self._exchanges = world, device, whole, exchanges
         self._holds = 0
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """Asked for each time: what is unfrozen amid a run moves to another."""
+        return [buffer for unit in self._units for buffer in unit.buffers]
+
+    @property
+    def sharded(self) -> list[FlatBuffer]:
+        return [buffer for buffer in self.buffers if buffer.sharded]
 
     @property
     def are_whole(self) -> bool:

@@ -141,7 +141,9 @@ def check_places(model: nn.Module, mesh: Mesh) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, DispatchedExperts) and (place := place_of(module)) is not None:
-            _check_alike(name, place.axis, mesh.experts_over(place.axis.world_size)[0])
+            size = place.axis.world_size
+            fits = (mesh.shape.data * mesh.shape.sequence) % size == 0
+            _check_alike(name, place.axis, mesh.experts_over(size)[0] if fits else Axis(None, 0, 1))
 
 
 def _check_alike(name: str, before: Axis, now: Axis) -> None:

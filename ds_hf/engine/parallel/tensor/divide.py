@@ -29,10 +29,10 @@ from ds_hf.engine.parallel.tensor.tokens import divide_tokens
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
 from ds_hf.engine.zero.init import shard_again
-from ds_hf.engine.zero.replicas import sum_over_tensor
+from ds_hf.engine.zero.replicas import expert_processes, sum_over_tensor
 from ds_hf.errors import ConfigError
 
-__all__ = ["cut_parameter", "divide", "divide_without_values"]
+__all__ = ["check_whole", "cut_parameter", "divide", "divide_without_values"]
 
 
 def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimizer: Any = None) -> None:
@@ -104,7 +104,7 @@ def _is_divided(model: nn.Module, axis: Axis) -> bool:
             "one or the other",
             "initialize(mpu=...)",
         )
-    places = [place for module in model.modules() if (place := place_of(module)) is not None]
+    places = _places(model)
     if not places:
         return False
     if any(_ranks(place.axis) != _ranks(axis) for place in places):
@@ -114,6 +114,27 @@ def _is_divided(model: nn.Module, axis: Axis) -> bool:
             "initialize(model=...)",
         )
     return True
+
+
+def _places(model: nn.Module) -> list[Place]:
+    """Of the layers that an engine has cut; divided experts are none of them."""
+    placed = [(module, place) for module in model.modules() if (place := place_of(module)) is not None]
+    cut = [(module, place) for module, place in placed if place.axis.world_size > 1]
+    return [place for module, place in cut if all(expert_processes(param) == 1 for param in module.parameters())]
+
+
+def check_whole(model: nn.Module) -> None:
+    """For an engine that divides no layers.
+
+    Raises:
+        ConfigError: an engine before has, so each process has a part of what would be taken for all of it.
+    """
+    if places := _places(model):
+        raise ConfigError(
+            f"{places[0].name} and other layers were cut over {places[0].axis.world_size} processes by an engine "
+            "before, and now no layer is to be: load the model anew",
+            "initialize(model=...)",
+        )
 
 
 def _ranks(axis: Axis) -> list[int]:

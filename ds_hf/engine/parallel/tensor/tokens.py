@@ -54,6 +54,7 @@ from ds_hf.engine.zero.planning import find_blocks
 from ds_hf.engine.zero.replicas import is_summed_over_tensor, sum_over_tensor
 from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import ConfigError, DsHfError, Fault
+from ds_hf.log import warn_once
 
 __all__ = ["POINTER", "divide_tokens"]
 
@@ -71,6 +72,7 @@ class _Line:
         inside: how many calls are under way of modules that the list is in.
         running: the shape of whole hidden states while they are on their way through the blocks.
         marked: parameters that compute with a part of the tokens, and what was known of their gradients before.
+        parts: modules that give a part of the tokens, by name, and whether they are given one, too.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -78,6 +80,7 @@ class _Line:
         self.inside = 0
         self.running: tuple[int, ...] | None = None
         self.marked: list[tuple[nn.Parameter, bool | None]] = []
+        self.parts: dict[str, tuple[nn.Module, bool]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Line:
         return self
@@ -90,6 +93,21 @@ class _Line:
         for param, before in self.marked:
             sum_over_tensor(param, parts=True if on else before)
         self.enabled = on
+
+    def tell_of_hooks(self) -> None:
+        """What a user's hook computes of hidden states, to log it as a rule, would silently be that of a part."""
+        for name, (module, given) in self.parts.items() if self.enabled and torch.is_grad_enabled() else ():
+            hooks = (*module._forward_hooks.values(), *(module._forward_pre_hooks.values() if given else ()))
+            for hook in hooks:
+                if not isinstance(hook, Hook):
+                    warn_once(
+                        f"a forward hook ({getattr(hook, '__qualname__', type(hook).__qualname__)}) on {name} sees "
+                        f"one of {self.axis.world_size} parts of the tokens, another on each process, while the model "
+                        "trains with ds_hf.tensor_sequence_parallel (said once): a mean is that of the part. Put it on "
+                        "what is around the blocks, or average over the processes",
+                        about="hooks that see parts of the tokens",
+                    )
+                    return
 
 
 class _Here:
@@ -344,6 +362,7 @@ def divide_tokens(model: nn.Module, axis: Axis, *, wanted: bool) -> None:
 
 def _divide_block(here: _Here, block: nn.Module) -> None:
     line, name = here.line, here.place.name
+    line.parts[name] = (block, True)
     for param in block._parameters.values():
         if param is not None:
             line.mark(param)
@@ -352,6 +371,7 @@ def _divide_block(here: _Here, block: nn.Module) -> None:
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             raise _unfit(inside, f"is a {type(child).__name__}, of which nothing says what each part is given")
         if _is_per_token(child):
+            line.parts[inside.place.name] = (child, True)
             for param in child.parameters():
                 line.mark(param)
             continue
@@ -359,7 +379,10 @@ def _divide_block(here: _Here, block: nn.Module) -> None:
         whole_sums = any(isinstance(module, Experts | AllReduced) for module in child.modules())
         scatters = len(rows) == 1 and not whole_sums
         if scatters:
-            _scatter(line, *rows.popitem())
+            owner, layers = rows.popitem()
+            _scatter(line, owner, layers)
+            named = child.named_modules(prefix=inside.place.name)
+            line.parts |= {path: (module, False) for path, module in named if module in (child, owner)}
         layer = getattr(child, "base_layer", child)
         if isinstance(layer, Rowwise) and not isinstance(layer, RowwiseSplit):
             continue  # a layer of the block's own, whose input is what another one computed with all tokens
@@ -445,6 +468,7 @@ def _watch(line: _Line, holder: str, modules: Mapping[str, nn.Module]) -> None:
 
     def begin(module: nn.Module, args: Any) -> None:
         line.inside, line.running = line.inside + 1, None
+        line.tell_of_hooks()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         running, line.running, line.inside = line.running, None, max(0, line.inside - 1)

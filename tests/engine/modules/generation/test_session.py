@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hf import initialize
 from ds_hf.engine.modules.generation import weights as weights_room
 from ds_hf.engine.zero.at_rest import is_ordinary
 from ds_hf.errors import ConfigError, DsHfError
 from tests.engine.modules.generation.common import (
+    ADAMW,
     EOS,
     engine_of,
     live_bytes,
@@ -28,7 +30,7 @@ from tests.engine.modules.generation.common import (
     train,
 )
 from tests.helpers.distributed import run_distributed
-from tests.helpers.parity import full_weights
+from tests.helpers.parity import base_config, full_weights
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"bf16": {"enabled": True}}
@@ -151,6 +153,30 @@ def equals_plain(kinds: tuple[str, ...], more: dict[str, Any], stages: tuple[int
                 assert torch.equal(ours, generated(plain, 60 + step, new, do_sample=False))
                 engine.train()
             engine.destroy()
+
+
+def after_unfreezing(stage: int) -> None:
+    """What was unfrozen amid the run has other buffers than when the engine was made."""
+    model = llama()
+    model.model.layers.requires_grad_(False)
+    config = base_config(stage, optimizer=ADAMW)
+    engine = initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    before = engine.generate(tokens(50), max_new_tokens=9, do_sample=False)
+    train(engine, 0)
+    model.requires_grad_(True)
+    train(engine, 1)
+    plain = plain_copy(engine, llama())
+    ours = engine.generate(tokens(50), max_new_tokens=9, do_sample=False)
+    assert torch.equal(ours, generated(plain, 50, 9, do_sample=False))
+    assert not torch.equal(ours, before)
+    engine.eval()
+    assert torch.equal(generated(model, 60, 9, do_sample=False), generated(plain, 60, 9, do_sample=False))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_it_generates_with_what_was_unfrozen(stage: int) -> None:
+    run_distributed(after_unfreezing, 2, stage, timeout=30)
 
 
 def test_it_gives_what_plain_generate_gives() -> None:
