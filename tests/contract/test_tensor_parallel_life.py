@@ -439,6 +439,39 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "were cut over 4 processes by an engine before, and now no layer is to be" in found["cut before, whole"]
 
 
+def models_that_share() -> dict[str, Any]:
+    """Of a second engine's model, which has the first one's embedding: losses, and the rows of a layer of its own."""
+    found: dict[str, Any] = {}
+    for shared in ("module", "weight"):
+        first, second = build("llama"), build("llama")
+        embedding = first.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr]
+        if shared == "module":
+            second.model.embed_tokens = embedding
+        else:
+            second.model.embed_tokens.weight = embedding.weight  # type: ignore[union-attr]
+        found[f"{shared}, one process"] = plain(copy.deepcopy(second))
+        engines = [engine_of("llama", 2, 1, model) for model in (first, second)]
+        found[shared] = steps(engines[1], batches_of(3, 1, 1))
+        found["rows"] = second.model.layers[0].self_attn.q_proj.weight.shape[0]  # type: ignore[union-attr, index]
+        for engine in engines:
+            engine.destroy()
+    tied = build("llama")
+    tied.lm_head.weight = tied.model.embed_tokens.weight = embedding.weight  # type: ignore[union-attr]
+    try:
+        engine_of("llama", 2, 1, tied)
+    except ConfigError as error:
+        found["tied"] = str(error)
+    return found
+
+
+def test_layers_that_a_second_engine_shares_stay_cut_and_its_own_are_cut() -> None:
+    for found in run_distributed(models_that_share, 2, timeout=60):
+        for shared in ("module", "weight"):
+            assert found[shared] == pytest.approx(found[f"{shared}, one process"], rel=1e-5)
+        assert found["rows"] == 16
+        assert "embed_tokens.weight is shared with a model whose layers an engine has cut" in found["tied"]
+
+
 def across_hosts() -> list[str]:
     messages: list[str] = []
     hosts.warn_once = messages.append  # type: ignore[assignment]

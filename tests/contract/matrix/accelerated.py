@@ -19,6 +19,7 @@ from tests.contract.matrix.clients import (
     evaluating,
     forget,
     mean_over_data,
+    models_of,
     optimizer,
     parallelism,
     pipeline_of,
@@ -68,7 +69,7 @@ def by_accelerate(cell: Cell, folder: Path) -> list[Numbers]:
     def start(resumed: bool) -> tuple[list[AcceleratedPart], Any]:
         held_out: Any = DataLoader(Rows(*plain.held_out(cell.data)), batch_size=MICRO)
         forget()
-        models, stages = plain.build(cell.model), cell.stages(resumed)
+        models, stages = models_of(cell), cell.stages(resumed)
         plugins = {
             str(i): DeepSpeedPlugin(hf_ds_config=config(cell, stage))
             for i, (_, stage) in enumerate(zip(models, stages, strict=False))

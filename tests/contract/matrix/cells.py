@@ -21,10 +21,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     # one, the encoder being frozen
     "model": ("plain", "frozen", "unfrozen", "lora", "tied", "twice", "two", "activation", "encoder"),
     "precision": ("fp32", "bf16", "fp16"),
-    "mesh": ("dp2", "tp2", "sp2", "pp2"),
+    "mesh": ("dp2", "tp2", "tokens2", "sp2", "pp2"),  # tokens2: tp2 with divided tokens
     "clip": (0, 1),
     "event": ("nothing", "resume", "evaluate", "generate"),  # after half of the steps
     "other": (0, 1, 2, 3),  # the stage at which training is resumed, and that of a second engine
+    # what is not kept on the device: states from stage 1 on, parameters at stage 3, activations that are computed again
+    "spares": ("nothing", "states", "parameters", "activations", "reentrant"),
 }
 PAIRED = ("two", "activation", "encoder")
 
@@ -42,6 +44,7 @@ class Cell:
     clip: int
     event: str
     other: int
+    spares: str = "nothing"
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -49,6 +52,7 @@ class Cell:
     @classmethod
     def of(cls, line: str) -> Cell:
         given = dict(part.split("=", 1) for part in line.strip().split(","))
+        given.setdefault("spares", "nothing")
         made = {name: next(v for v in values if str(v) == given[name]) for name, values in FACTORS.items()}
         return cls(**made)
 

@@ -28,6 +28,7 @@ __all__ = [
     "evaluating",
     "forget",
     "mean_over_data",
+    "models_of",
     "optimizer",
     "parallelism",
     "pipeline_of",
@@ -68,8 +69,14 @@ def config(cell: Cell, stage: int) -> dict[str, Any]:
         content[cell.precision] = {"enabled": True}
     if cell.precision == "fp16":
         content["fp16"] |= {"initial_scale_power": 8}
-    if cell.mesh == "tp2":
+    if cell.mesh in ("tp2", "tokens2"):
         content["tensor_parallel"] = {"autotp_size": 2}
+        content["ds_hf"]["tensor_sequence_parallel"] = cell.mesh == "tokens2"
+    zero = content["zero_optimization"]
+    if stage > 0 and cell.spares in ("states", "parameters"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3 and cell.spares == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
     if cell.mesh == "sp2" and cell.client != "trainer" and cell.client != "accelerate":
         content["sequence_parallel_size"] = 2
     return content
@@ -213,6 +220,16 @@ class Pipe(Part):
         self.evaluated = float(self.engine.eval_batch(self.items(ids, labels), num_micro_batches=len(ids)))
 
 
+def models_of(cell: Cell) -> list[Any]:
+    """The models of a combination, whose blocks are computed again in backward where it says so."""
+    models = plain.build(cell.model)
+    for model in models if cell.spares in ("activations", "reentrant") else ():
+        again = {"use_reentrant": cell.spares == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+        model.enable_input_require_grads()
+    return models
+
+
 def pipeline_of(cell: Cell, model: Any) -> Any:
     """A model as a pipeline of two stages where the mesh asks for it; of PEFT's models what is inside them."""
     from ds_hf.deepspeed_api.pipeline import PipelineModule
@@ -247,7 +264,7 @@ def started(cell: Cell, resumed: bool) -> list[Any]:
     from ds_hf import initialize
 
     made = []
-    for whole, stage in zip(plain.build(cell.model), cell.stages(resumed), strict=False):
+    for whole, stage in zip(models_of(cell), cell.stages(resumed), strict=False):
         model, settings = pipeline_of(cell, whole), config(cell, stage)
         engine, *_ = initialize(model=model, optimizer=optimizer, model_parameters=plain.groups(model), config=settings)
         made.append((Pipe if cell.mesh == "pp2" and cell.client == "engine" else Part)(cell, engine))

@@ -16,6 +16,7 @@ from tests.contract.matrix.clients import (
     Rows,
     config,
     forget,
+    models_of,
     optimizer,
     parallelism,
     pipeline_of,
@@ -94,7 +95,7 @@ def _trainer(cell: Cell, folder: Path, resumed: bool, steps: int) -> tuple[Any, 
         **more,
         **parallelism(cell),
     )
-    models = [pipeline_of(cell, model) for model in plain.build(cell.model)]
+    models = [pipeline_of(cell, model) for model in models_of(cell)]
 
     class Beside(TrainerCallback):
         """The second model and its engine, and what happens in the middle."""

@@ -32,15 +32,17 @@ from ds_hf.engine.zero.init import shard_again
 from ds_hf.engine.zero.replicas import expert_processes, sum_over_tensor
 from ds_hf.errors import ConfigError
 
+_WHOLLY = "_ds_wholly_divided"  # on a model whose layers are all cut as its rules say
+
 __all__ = ["check_whole", "cut_parameter", "divide", "divide_without_values"]
 
 
 def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimizer: Any = None) -> None:
     """Cut ``model`` over the tensor axis of ``mesh``, in place. Collective.
 
-    A model that is cut over as many processes already (by an engine that was destroyed) stays as it is. The random
-    states of torch become those of the first tensor-parallel process: dropout outside of cut layers has to draw the
-    same on all.
+    A model that is cut over as many processes already (by an engine that was destroyed) stays as it is, and so do the
+    layers that it shares with such a one. The random states of torch become those of the first tensor-parallel process:
+    dropout outside of cut layers has to draw the same on all.
 
     Args:
         section: ``tensor_parallel`` of the configuration.
@@ -53,10 +55,13 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
     warn_across_hosts(axis)
     if not _is_divided(model, axis):
         divisions = _planned(model, section, mesh, axis)
-        copied, tied = list[Any]([None]), set[int]()
+        _check_shared(model, divisions)
+        divisions = [division for division in divisions if place_of(division.module) is None]
+        copied, tied = list[Any]([None]), {id(param) for param in model.parameters() if cut_of(param) is not None}
         for division in divisions:
             _apply(division, model, mesh, axis, copied, tied, optimizer)
         _localise(model, divisions, axis)
+        model.__dict__[_WHOLLY] = True
     share_random_states(axis)
 
 
@@ -113,7 +118,29 @@ def _is_divided(model: nn.Module, axis: Axis) -> bool:
             f"{axis.world_size}, or others: load the model anew",
             "initialize(model=...)",
         )
-    return True
+    inside = {id(param) for module in model.modules() if _WHOLLY in module.__dict__ for param in module.parameters()}
+    return all(id(param) in inside for param in model.parameters())
+
+
+def _check_shared(model: nn.Module, divisions: Sequence[Slicing]) -> None:
+    """
+    Raises:
+        ConfigError: a layer that stays whole has a weight of which an engine before has left a part here.
+    """
+    parts = {id(division.module) for division in divisions if division.parts}
+    for name, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if (
+                param is not None
+                and id(module) not in parts
+                and cut_of(param) is not None
+                and expert_processes(param) == 1
+            ):
+                raise ConfigError(
+                    f"{name}.{key} is shared with a model whose layers an engine has cut over processes, and here it "
+                    "stays whole: give both models the same rules, or each its own copy of the weight",
+                    "initialize(model=...)",
+                )
 
 
 def _places(model: nn.Module) -> list[Place]:
