@@ -289,6 +289,11 @@ def plan(
                 source.folder, trained.bits, f"groups of {trained.group_size}" if trained.group_size else "rows",
             )  # fmt: skip
         exclude = [*exclude, *trained.exclude]
+    if trained is not None and sparse and "compression" not in source.common["features"]:
+        logger.warning(
+            "%s was trained to be rounded to %d bits with all of its values, and half of them are left out: train with "
+            "compression_training.sparse_pruning too, or write it without --sparse", source.folder, trained.bits,
+        )  # fmt: skip
     shapes = {weight.name: weight.shape for weight in source.weights()}
     why = {
         name: "excluded" if any(re.search(each, name) for each in exclude) else kept for name, kept in linear.items()

@@ -16,12 +16,10 @@ from torch import nn
 
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
 from ds_hf.config.types.root import MeshShape
-from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.parallel.tensor.divide import divide
-from ds_hf.engine.parallel.tensor.gathered import divided_over
 from ds_hf.engine.parallel.tensor.styles import is_transposed
-from ds_hf.engine.zero.cut import Cut, set_cut
 from ds_hf.errors import ConfigError
 
 __all__ = ["divide_layers"]
@@ -70,7 +68,6 @@ def divide_layers(model: nn.Module, config: Any) -> Mesh:
     _check_group(config.tensor_parallel, size)
     mesh = Mesh(MeshShape(data=world // size, tensor=size))
     divide(model, mesh, section_for(model, config))
-    _cut_relative_bias(model, mesh.axis("tensor"))
     return mesh
 
 
@@ -142,17 +139,3 @@ def _by_policy(model: nn.Module, policy: Any, names: Iterable[str] | None) -> It
 
 def _names(given: Any) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _cut_relative_bias(model: nn.Module, axis: Axis) -> None:
-    """T5 adds a learnt bias a head to the scores: each process keeps the columns of its heads."""
-    for module in model.modules():
-        table: Any = getattr(module, "relative_attention_bias", None)
-        heads = getattr(module, "n_heads", None)
-        if isinstance(table, nn.Embedding) and heads is not None and table.weight.shape[1] == heads * axis.world_size:
-            weight: Any = table.weight
-            cuts = [Cut(1, ((rank * heads, heads),), weight.shape) for rank in range(axis.world_size)]
-            weight.data = cuts[axis.rank].take(weight.data).contiguous()
-            table.embedding_dim = heads
-            set_cut(weight, cuts[axis.rank])
-            divided_over(weight, axis, cuts)

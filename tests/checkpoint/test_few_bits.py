@@ -143,6 +143,7 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+PRUNED: dict[str, object] = {"compression": {}}
 LINEAR = {"model.up": "", "model.down": "", "head": "the head"}
 
 
@@ -209,3 +210,16 @@ def test_what_does_not_divide_is_refused(folder: Path) -> None:
     assert (form.layers, form.group_size, form.ignored) == ({"model.up"}, 64, ("model.down", "head"))
     assert form.section["quantization_config"]["ignore"] == ["model.down", "head"]
     assert FewBits(None, None, True, frozenset({"a"}), ()).section == {}
+
+
+@pytest.mark.parametrize(("sparse", "beside", "told"), [(True, {}, True), (False, {}, False), (True, PRUNED, False)])
+def test_values_that_were_trained_and_are_left_out_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, sparse: bool, beside: dict[str, object], told: bool
+) -> None:
+    source = read_pretrained(folder)
+    source.common["features"] = {"qat": {"bits": 4, "group_size": 32, "exclude": []}, **beside}
+    for bits in (4, None):
+        caplog.clear()
+        if sparse or bits:
+            plan(source, LINEAR, bits, sparse=sparse)
+        assert ("to 4 bits with all of its values, and half of them are left out" in caplog.text) == told

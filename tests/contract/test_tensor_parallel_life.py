@@ -23,6 +23,7 @@ from ds_hf.engine.parallel.tensor import hosts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError
+from ds_hf.inference.layers import FAMILIES
 from tests.contract.test_parity import ADAMW
 from tests.contract.test_tensor_parallel import config
 from tests.helpers.distributed import run_distributed
@@ -470,6 +471,37 @@ def test_layers_that_a_second_engine_shares_stay_cut_and_its_own_are_cut() -> No
             assert found[shared] == pytest.approx(found[f"{shared}, one process"], rel=1e-5)
         assert found["rows"] == 16
         assert "embed_tokens.weight is shared with a model whose layers an engine has cut" in found["tied"]
+
+
+def t5(stage: int) -> tuple[list[float], list[float], float, float]:
+    """Losses, and how far weights and the bias of positions end from those of one process."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model: Any = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=3)
+    )
+    reference = copy.deepcopy(model)
+    expected = plain(reference)
+    section = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": FAMILIES["t5"]}}
+    settings = {**config("llama", 2, stage), "tensor_parallel": section}
+    engine = initialize(model=model, config=settings)[0]
+    found = steps(engine, batches_of(3, 1, 1))
+    weights = {name: value.clone() for name, value in engine.named_weights()}
+    right = {name: param.detach() for name, param in reference.named_parameters()}
+    far = {name: float((weights[name] - value).norm() / value.norm()) for name, value in right.items()}
+    assert cut_of(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight) is not None
+    engine.destroy()
+    return found, expected, max(far.values()), max(value for name, value in far.items() if "relative" in name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_biases_of_relative_positions_are_cut_by_heads(stage: int) -> None:
+    for found, expected, weights, biases in run_distributed(t5, 2, stage, timeout=40):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert weights < 1e-4
+        assert biases < 1e-5
 
 
 def across_hosts() -> list[str]:

@@ -24,7 +24,7 @@ from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.gathered import Divided, mark_divided
 from ds_hf.engine.parallel.tensor.hosts import warn_across_hosts
 from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
-from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, place_of, swap_class
+from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, Style, place_of, swap_class
 from ds_hf.engine.parallel.tensor.tokens import divide_tokens
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
@@ -61,6 +61,7 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
         for division in divisions:
             _apply(division, model, mesh, axis, copied, tied, optimizer)
         _localise(model, divisions, axis)
+        _cut_relative_biases(model, mesh, optimizer)
         model.__dict__[_WHOLLY] = True
     share_random_states(axis)
 
@@ -129,13 +130,10 @@ def _check_shared(model: nn.Module, divisions: Sequence[Slicing]) -> None:
     """
     parts = {id(division.module) for division in divisions if division.parts}
     for name, module in model.named_modules():
+        if id(module) in parts or place_of(module) is not None:
+            continue
         for key, param in module._parameters.items():
-            if (
-                param is not None
-                and id(module) not in parts
-                and cut_of(param) is not None
-                and expert_processes(param) == 1
-            ):
+            if param is not None and cut_of(param) is not None and expert_processes(param) == 1:
                 raise ConfigError(
                     f"{name}.{key} is shared with a model whose layers an engine has cut over processes, and here it "
                     "stays whole: give both models the same rules, or each its own copy of the weight",
@@ -309,6 +307,21 @@ def _localise(model: nn.Module, divisions: Sequence[Slicing], axis: Axis) -> Non
             parent.config = _local_config(config, size)
         if "alibi" in inspect.signature(type(parent).forward).parameters:
             swap_class(parent, AlibiPart, Place(axis, division.name, [None]))
+
+
+def _cut_relative_biases(model: nn.Module, mesh: Mesh, optimizer: Any) -> None:
+    """T5 adds a learnt bias a head to the scores: each process keeps the columns of its heads. Collective."""
+    axis = mesh.axis("tensor")
+    for name, module in model.named_modules():
+        table: Any = getattr(module, "relative_attention_bias", None)
+        heads = vars(module).get("n_heads")
+        if isinstance(table, nn.Embedding) and table.embedding_dim == (heads or 0) * axis.world_size:
+            whole = Slicing(f"{name}.relative_attention_bias", table, Style(), {"weight": (1, (table.embedding_dim,))})
+            weight: Any = table.weight
+            cut_parameter(weight, whole, "weight", axis, optimizer, shards=mesh.replicas)
+            mark_divided(weight)
+            table.embedding_dim = heads
+            table.__dict__["_ds_place"] = Place(axis, whole.name, [None])
 
 
 def _local_config(config: Any, size: int) -> Any:
