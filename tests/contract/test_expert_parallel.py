@@ -443,6 +443,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"expert_parallel": section(2, moe_layer_pattern=r".*\.mlp", expert_w1="w")}, "no parameter 'w'"),
     ("mixtral", {"expert_parallel": section(2, moe_layer_pattern="(")}, "not a regular expression"),
     ("mixtral", {"tensor_parallel": {"autotp_size": 2}}, "experts are divided over 2"),
+    ("mixtral", {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": section(1)}, "tp_plan divides the experts"),
 ]
 
 

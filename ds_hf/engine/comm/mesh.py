@@ -141,7 +141,12 @@ class Mesh:
     def _of_sequences(cls, mpu: Any, shape: MeshShape) -> Mesh:
         """A mesh of its own, which takes over the group of the processes that share a sequence."""
         if shape.model > 1:
-            raise ConfigError("its layers and its sequences are both divided: one of them has to be whole", _MPU)
+            raise ConfigError(
+                f"sequences are shared by {shape.sequence} processes whose groups are made already (sp_size of "
+                "accelerate's ParallelismConfig, or mpu=), and they have no room for processes that share layers: "
+                "leave out one of the two; in a loop of your own give sequence_parallel_size in the file, and no mpu",
+                _MPU,
+            )
         mesh = cls(shape)
         group = mpu.get_sequence_parallel_group()
         given = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)

@@ -217,3 +217,13 @@ def test_groups_of_processes_that_have_made_others() -> None:
     sums = [(6, 6, 2, 1), (6, 6, 4, 1), (6, 6, 2, 5), (6, 6, 4, 5)]
     raised = [*["PeerOutOfMemory"] * 3, "MemoryError"]
     assert found == [[*each, name] for each, name in zip(sums, raised, strict=True)]
+
+
+def test_groups_of_sequences_alone_have_no_room_for_shared_layers() -> None:
+    """What the Trainer and accelerate give the engine for ``sp_size``, beside ``tensor_parallel`` of the file."""
+
+    class Sequences:
+        get_sequence_parallel_group = get_sequence_parallel_world_size = staticmethod(lambda: 2)
+
+    with pytest.raises(ConfigError, match=r"sp_size of accelerate's ParallelismConfig.* leave out one of the two"):
+        Mesh.given(Sequences(), MeshShape(sequence=2, tensor=2))

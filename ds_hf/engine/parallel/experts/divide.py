@@ -112,6 +112,12 @@ def compute_together(layer: ExpertLayer, section: ExpertParallelSection) -> None
 def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:
     """All experts of the layer stay on each process, which computes them without dispatch."""
     if (place := _divided(layer)) is not None:
+        if not isinstance(layer.module, LocalExperts | DispatchedExperts):
+            raise ConfigError(
+                f"the model's tp_plan divides the experts of {layer.name} over {place.axis.world_size} processes "
+                "(tensor_parallel), and expert_parallel would compute whole ones: remove expert_parallel",
+                "/expert_parallel/autoep_size",
+            )
         _check_alike(layer.name, place.axis, axis)
     _give_class(layer, LocalExperts, axis, section)
 

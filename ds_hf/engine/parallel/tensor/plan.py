@@ -19,6 +19,7 @@ from ds_hf.engine.parallel.tensor.styles import FUSED, STYLES, Style, is_transpo
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.planning import find_blocks
 from ds_hf.engine.zero.replicas import is_tied_over_stages
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
@@ -86,7 +87,22 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         faults += _odd_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
+    if section.partition_config is None:
+        _tell_of_whole_blocks(model, divisions)
     return divisions
+
+
+def _tell_of_whole_blocks(model: nn.Module, divisions: Sequence[Slicing]) -> None:
+    """Some plans of transformers (Qwen3-VL's) are of the output layer alone."""
+    inside = {id(module) for _, block in find_blocks(model) for module in block.modules()}
+    cut = [division for division in divisions if division.parts]
+    has_holes = any(_is_elsewhere(module) for module in model.modules())
+    if inside and not has_holes and not any(id(division.module) in inside for division in cut):
+        warn_once(
+            f"tensor parallelism divides {', '.join(each.name for each in cut[:3]) or 'nothing'} of "
+            f"{type(model).__name__}, and no layer of its blocks: its tp_plan says no more, so each process has, and "
+            "computes, the others whole. Give rules for them (tensor_parallel.partition_config), or remove autotp_size"
+        )
 
 
 # -- from rules to divisions ---------------------------------------------------------------------------------------

@@ -125,3 +125,22 @@ def test_an_unknown_style_is_refused_with_the_module() -> None:
     model._tp_plan = {"lm_head": "diagonal"}
     with pytest.raises(ConfigError, match=r"lm_head(?s:.*)diagonal"):
         planned(model)
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [("lm_head", "divides lm_head of LlamaForCausalLM"), ("", "divides nothing of"), ("*", "")],
+)
+def test_a_plan_of_the_head_alone_is_told(
+    kept: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3-VL's of transformers 5.23, of whose blocks it says nothing; also where the head is tied, and stays."""
+    model = llama(num_hidden_layers=2, tie_word_embeddings=not kept)
+    if kept != "*":
+        monkeypatch.setattr(model.config, "base_model_tp_plan", None)
+        model._tp_plan = {"lm_head": "colwise_gather_output"}
+        monkeypatch.setattr(model.model, "_tp_plan", {})
+    found = planned(model)
+    assert ("lm_head" in {name for name, division in found.items() if division.parts}) == bool(kept)
+    assert told in caplog.text
+    assert ("no layer of its blocks" in caplog.text) == bool(told)
