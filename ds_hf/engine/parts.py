@@ -318,6 +318,7 @@ class _States:
         buffer.labels = Labels.of(label)
         buffer.comm_stream = self.links.gathers
         buffer.hold.reports_changes = self.settings.zero_optimization.enable_sanity_checks
+        buffer.hold.looks = 6  # a forward and a backward of three steps
         buffer.kept_whole = self.plan.shards_parameters and not buffer.sharded
         staged = buffer.adopt(synchronize=synchronize)
         unit.buffers.append(buffer)

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,9 @@ from ds_hf.log import warn_once
 
 __all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
 
+_ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is open
+_MADE = "_ds_hf_steps_made"  # of an engine's optimizer: steps since optimizer.step() was called
+
 
 def wrap_state(module: ModuleType) -> None:
     """Hook of ``accelerate.state``."""
@@ -45,22 +49,45 @@ def wrap_state(module: ModuleType) -> None:
 
 
 def wrap_config(module: ModuleType) -> None:
-    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; and a loop
-    that calls ``optimizer.step()`` has called it for torch's schedulers, wherever the engine makes the step."""
+    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; a loop that
+    calls ``optimizer.step()`` has called it for torch's schedulers, wherever the engine makes the step; and
+    ``accelerator.backward()``, which makes the step, makes none inside ``no_sync()`` and is told where it is called for
+    a step more than once."""
 
     def read_first(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return wrapped(plain_config(_named(args[0])), *args[1:], **kwargs)
         return wrapped(**{**kwargs, "config_file_or_dict": plain_config(_named(kwargs["config_file_or_dict"]))})
 
-    def called(wrapped: Callable[..., Any], wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    step = module.DeepSpeedOptimizerWrapper.step
+
+    @wraps(step)
+    def called(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         inner = getattr(getattr(wrapper, "optimizer", None), "optimizer", None)
         if isinstance(inner, torch.optim.Optimizer):
             inner._opt_called = True  # type: ignore[attr-defined]
-        return wrapped(*args, **kwargs)
+        made = vars(wrapper.optimizer).pop(_MADE, 0)
+        if made > 1:
+            warn_once(
+                f"optimizer.step() is called once for {made} calls of accelerator.backward(), each of which has made a "
+                "step with DeepSpeed: gradients of several calls are not added up, and a step that is left out is made "
+                "all the same. Add losses up and call backward() once; to accumulate, give "
+                "Accelerator(gradient_accumulation_steps=...) and use accelerator.accumulate(model), or call "
+                "backward() inside accelerator.no_sync(model) for all but the last"
+            )
+        return step(wrapper, *args, **kwargs)
+
+    def counted(wrapped: Callable[..., Any], wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = {"sync_gradients": True, **dict(zip(("loss", "sync_gradients"), args, strict=False)), **kwargs}
+        given["sync_gradients"] &= not vars(wrapper.engine).get(_ADDING, False)
+        result = wrapped(**given)
+        state = vars(wrapper.engine.optimizer)
+        state[_MADE] = state.get(_MADE, 0) + bool(given["sync_gradients"])
+        return result
 
     wrap(module, "HfDeepSpeedConfig.__init__", read_first)
-    wrap(module, "DeepSpeedOptimizerWrapper.step", called)
+    module.DeepSpeedOptimizerWrapper.step = called  # schedules take it out of the method
+    wrap(module, "DeepSpeedEngineWrapper.backward", counted)
 
 
 def wrap_accelerator(module: ModuleType) -> None:
@@ -111,9 +138,9 @@ def wrap_accelerator(module: ModuleType) -> None:
         gradients are sharded reduces them in every backward, whatever the others do."""
         model = args[0] if args else kwargs.get("model")
         plan = getattr(model, "plan", None)
-        if isinstance(plan, StatePlan) and plan.reduces_every_micro_batch:
-            return nullcontext()
-        return wrapped(*args, **kwargs)
+        if not isinstance(plan, StatePlan):
+            return wrapped(*args, **kwargs)
+        return _adding(model, nullcontext() if plan.reduces_every_micro_batch else wrapped(*args, **kwargs))
 
     def tell_of_clipping(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """accelerate only asks for the norm, of the model that was prepared last, when the step has been made."""
@@ -151,6 +178,19 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrap(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrap(module, "Accelerator.save_state", written("wait"))
     wrap(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+
+
+@contextmanager
+def _adding(engine: Any, context: Any) -> Iterator[None]:
+    """``accelerator.backward()`` adds gradients up and makes no step, as without DeepSpeed, also where they are reduced
+    every time."""
+    outside = vars(engine).get(_ADDING, False)
+    vars(engine)[_ADDING] = True
+    try:
+        with context:
+            yield
+    finally:
+        vars(engine)[_ADDING] = outside
 
 
 def _trains(model: Any, param: Tensor) -> bool:

@@ -33,7 +33,7 @@ from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_v
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.hf.sampling import check_batches, sample_by_metrics
 from ds_hf.hf.token_batches import follow_schedule
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 from ds_hf.measure.saving import being_measured
 
 if TYPE_CHECKING:
@@ -97,6 +97,12 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
     if engine is not None and engine.destroyed and trainer.model_wrapped is engine:
         trainer.model_wrapped = trainer.model
         trainer.deepspeed = None
+        if engine.global_steps and (args[2] if len(args) > 2 else kwargs["resume_from_checkpoint"]) is None:
+            warn_once(
+                "train() is called again: transformers makes a new optimizer under DeepSpeed, without the moments and "
+                "steps of the first call's, with which the Trainer alone goes on. To go on with them, save a "
+                "checkpoint at its end (save_strategy) and call train(resume_from_checkpoint=...)"
+            )
     check_batches(trainer, args[1] if len(args) > 1 else kwargs["train_dataloader"])
     prepared = wrapped(*args, **kwargs)
     prepare_loss(trainer, prepared[1])

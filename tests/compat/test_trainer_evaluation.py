@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.compat.trainer_code import (
     make_trainer,
     start_afresh,
 )
+from tests.helpers.logs import Lines
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -89,18 +91,22 @@ def again_and_again(folder: Path, stage: int) -> Any:
     trainer.train()
     first = history(trainer)
     between = trainer.evaluate()["eval_loss"]
+    lines = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
     trainer.train()
     second = [row for row in history(trainer) if "loss" in row]
-    return history(only), first, (before, between, trainer.evaluate()["eval_loss"]), second
+    evaluations = (before, between, trainer.evaluate()["eval_loss"])
+    return history(only), first, evaluations, second, [text for text in lines.texts if "new optimizer" in text]
 
 
 @pytest.mark.feature("Trainer", "`evaluate` before `train`, and `train` again, on one Trainer")
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_trainer_evaluates_and_trains_again(stage: int, tmp_path: Path) -> None:
-    for only, first, evaluations, second in run_user_code(again_and_again, tmp_path, stage):
+    for rank, (only, first, evaluations, second, told) in enumerate(run_user_code(again_and_again, tmp_path, stage)):
         assert first[-len(only) :] == only  # the optimizer of the JSON is there again after the evaluation
         assert evaluations[0] > evaluations[1] > evaluations[2]
         assert second[0]["loss"] < only[0]["loss"]
+        assert len(told) == (rank == 0)  # its moments begin anew, which those of the Trainer alone do not
 
 
 # -- Seq2SeqTrainer -----------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ SHOWN = 4  # groups of ranks that a report tells apart
 HINT = (
     "Usual reasons: a call that is collective at this ZeRO stage (forward, backward, evaluate, state_dict, "
     "save_checkpoint) under `if rank == 0:` or after an exception that one rank caught; ranks with different numbers "
-    "of batches; layers that run or not depending on the data of a rank (deepspeed.utils.set_z3_leaf_modules)."
+    "of batches; layers that run or not depending on the data of a rank, as a vision tower does where some batches "
+    "have no images (deepspeed.utils.set_z3_leaf_modules(model, [the class whose forward calls them or not]))."
 )
 
 GONE = (

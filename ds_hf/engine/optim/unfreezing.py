@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.optim.regrouping import regroup
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
+from ds_hf.engine.zero.at_rest import tell_lost_write
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.packed import is_packed
@@ -293,13 +293,7 @@ class _LostWrites:
                     else "the step takes that back: its values in "
                     f"{buffer.dtype} follow the optimizer's in {master.dtype}"
                 )
-                warn_once(
-                    f"{name_of(written)} was written (said once, for the first of them), and {why}. Write inside `with "
-                    "deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on all processes, or call "
-                    "engine.load_module_state_dict(), and the optimizer's follow",
-                    about=LOST_WRITES,
-                    everywhere=now == before,  # which only the process that has the master sees
-                )
+                tell_lost_write(written, why, everywhere=now == before)  # which only its master's process sees
 
     def _unlike_its_master(self, buffer: FlatBuffer) -> nn.Parameter | None:
         """The first parameter here that is not what its master rounds to."""

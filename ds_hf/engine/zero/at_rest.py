@@ -40,6 +40,7 @@ __all__ = [
     "explain_empty",
     "is_ordinary",
     "name_of",
+    "tell_lost_write",
     "tensors_of",
     "wake",
 ]
@@ -143,6 +144,17 @@ def _tell_write(param: Tensor, what: str) -> None:
         "not here between uses. Write inside `with deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on "
         "all processes",
         about=LOST_WRITES,
+    )
+
+
+def tell_lost_write(param: Tensor, why: str, *, everywhere: bool = True) -> None:
+    """Of what was written where it was seen later; ``everywhere``: by a process that others need not agree with."""
+    warn_once(
+        f"{name_of(param)} was written (said once, for the first of them), and {why}. Write inside `with "
+        "deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on all processes, or call "
+        "engine.load_module_state_dict(), and the optimizer's follow",
+        about=LOST_WRITES,
+        everywhere=everywhere,
     )
 
 

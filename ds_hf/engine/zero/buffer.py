@@ -29,7 +29,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.events import Waits
-from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, wake
+from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, tell_lost_write, wake
 from ds_hf.engine.zero.gathering import Gathering
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
@@ -119,6 +119,7 @@ class Hold:
         writers: ranks whose changes an open ``GatheredParameters`` will keep.
         reports_changes: what is written where nothing is kept is an error (``enable_sanity_checks``).
         looked_at: in how many contexts where nothing is kept it was asked whether something was written.
+        looks: after how many uses it will still be asked, outside of contexts.
     """
 
     count: int = 0
@@ -126,6 +127,7 @@ class Hold:
     writers: list[int] = field(default_factory=list)
     reports_changes: bool = False
     looked_at: int = 0
+    looks: int = 0
 
 
 class FullMemory:
@@ -359,6 +361,8 @@ class FlatBuffer:
         wait(self._arrival)  # in flight still: the next write to the shard must not be faster
         self._arrival = None
         if self.state is BufferState.GATHERED:
+            if self.hold.looks and not (force or spare_users):
+                self._tell_writes()
             self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._memory.users() > self._memory.own_users
@@ -367,6 +371,22 @@ class FlatBuffer:
             if not self.keeps_memory:
                 self._memory.storage.resize_(0)
         self.state = BufferState.RELEASED
+
+    def _tell_writes(self) -> None:
+        """Say what the model wrote while it used the parameters, which is given up: through ``.data`` nobody counts it,
+        so values are compared, with this rank's and in the first uses only."""
+        self.hold.looks -= 1
+        pairs = zip(self.params, self.views, strict=True)
+        lost = next((p for p, view in pairs if not _shares(p, view) and id(p) not in self._gone), None)
+        if lost is None and not self.aliased and self.shard_storage.stays and not self.gathering.rounds:
+            low, high = self.layout.shard_range(self.axis.rank)
+            here = self._memory.tensor[low:high].view(torch.uint8)
+            unlike = (here != self._shard.view(torch.uint8).to(here.device)).view(high - low, -1).any(1)
+            if unlike.any():  # if not in padding, which nobody fills
+                ends = [(max(slot.offset - low, 0), max(slot.end - low, 0)) for slot in self.layout.slots]
+                lost = next((p for p, each in zip(self.params, ends, strict=True) if unlike[slice(*each)].any()), None)
+        if lost is not None:
+            tell_lost_write(lost, "that is lost: at ZeRO stage 3 its values are not here between uses")
 
     def _leave_memory(self) -> None:
         """To those who look at it; the parameters' values go to another."""

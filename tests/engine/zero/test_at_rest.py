@@ -284,6 +284,78 @@ def test_lost_writes_of_stage_3_are_told() -> None:
     assert run_distributed(lost_writes_of_stage_3, 2, timeout=60) == [[], []]
 
 
+class Projected(nn.Module):
+    """Blocks that bound their weights as they run, and a frozen scale that decays: as normalized heads, codebooks and
+    momentum encoders do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.gathers = way, False
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+            self.write(block.weight if self.way != "frozen" else self.scale.weight)
+        return x @ self.scale.weight if self.way == "frozen" else x
+
+    @torch.no_grad()
+    def write(self, weight: nn.Parameter) -> None:
+        with GatheredParameters([weight], modifier_rank=0, enabled=self.gathers):
+            if self.way == "replaced":
+                weight.data = weight.data.clamp(-0.1, 0.1)
+            elif self.way == "copied":
+                weight.data.copy_(weight.data.clamp(-0.1, 0.1))
+            else:
+                weight.data.mul_(0.9)
+
+
+def projected(way: str, gathers: bool) -> tuple[list[str], float]:
+    """What is told, and how far the weights are from those of torch."""
+    lines = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
+    torch.manual_seed(2)
+    model, reference = Projected(way), Projected(way)
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.05)
+    engine, *_ = initialize(model=model, config=base_config(3, optimizer=SGD))
+    model.gathers = gathers
+    for index in range(3):
+        data = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(index)).to(engine.device)
+        mean_square(reference(data.cpu().flatten(0, 1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(mean_square(engine(data[dist.get_rank()])))
+        engine.step()
+    error = weight_error(model, reference)
+    engine.destroy()
+    logging.getLogger("ds_hf").removeHandler(lines)
+    return lines.texts, error
+
+
+def projections() -> list[Any]:
+    found = []
+    for way in ("replaced", "copied", "frozen"):
+        forget_said()
+        told, _ = projected(way, gathers=False)
+        forget_said()
+        found.append((way, [text.split(" was written")[0] for text in told], projected(way, gathers=True)))
+    return found
+
+
+def test_writes_of_a_forward_are_told_and_gathered_ones_are_those_of_torch() -> None:
+    ranks = run_distributed(projections, 2, timeout=60)
+    names = [f"{name}.weight ({WIDTH}, {WIDTH})" for name in ("blocks.0", "blocks.1", "blocks.2", "scale")]
+    for cases in zip(*ranks, strict=True):
+        found = {name for _, told, _ in cases for name in told}
+        assert found
+        assert found <= set(names)
+        for way, _, (told, error) in cases:
+            assert (way, told) == (way, [])
+            assert error < 1e-6, way
+
+
 def writes_beside_masters() -> list[str]:
     lines, wrong, rank = Lines(logging.WARNING), [], dist.get_rank()
     logging.getLogger("ds_hf").addHandler(lines)
