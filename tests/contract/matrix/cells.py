@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -101,7 +102,8 @@ def _every() -> Iterator[Cell]:
     return (Cell(*values) for values in product(*FACTORS.values()))
 
 
-def possible_pairs() -> set[tuple[int, Any, int, Any]]:
+@cache
+def possible_pairs() -> frozenset[tuple[int, Any, int, Any]]:
     """Those of which some combination trains."""
     found: set[tuple[int, Any, int, Any]] = set()
     # two engines and their meshes decide what is refused: the other factors are looked at by one value each
@@ -115,16 +117,17 @@ def possible_pairs() -> set[tuple[int, Any, int, Any]]:
             seen = [{v for i, a, j, b in found for k, v in ((i, a), (j, b)) if k == p} for p in (place, other)]
             choices = [FACTORS[names[p]] if p in free else sorted(s) for p, s in zip((place, other), seen, strict=True)]
             found |= {(place, a, other, b) for a, b in product(*choices)}
-    return found
+    return frozenset(found)
 
 
-def covering(seed: int) -> list[Cell]:
+@cache
+def covering(seed: int) -> tuple[Cell, ...]:
     """Combinations that train and hold every two values that can be together, in an order of this seed.
 
     Greedy: of some random combinations that hold a pair that is still missing, the one with most missing pairs.
     """
     draw = random.Random(seed)
-    missing = possible_pairs()
+    missing = set(possible_pairs())
     names, rows = list(FACTORS), []
     while missing:
         wanted = draw.choice(sorted(missing, key=repr))
@@ -141,4 +144,4 @@ def covering(seed: int) -> list[Cell]:
                 best, gain = cell, len(pairs_of(cell) & missing)
         rows.append(best)
         missing -= pairs_of(best)
-    return rows
+    return tuple(rows)
