@@ -35,7 +35,7 @@ from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
 from ds_hf.engine.zero.pending import can_be_pending, mark_arrived, mark_pending
 from ds_hf.engine.zero.replicas import Replicas
-from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
+from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage, differ
 from ds_hf.errors import DsHfError
 
 __all__ = [
@@ -380,11 +380,10 @@ class FlatBuffer:
         lost = next((p for p, view in pairs if not _shares(p, view) and id(p) not in self._gone), None)
         if lost is None and not self.aliased and self.shard_storage.stays and not self.gathering.rounds:
             low, high = self.layout.shard_range(self.axis.rank)
-            here = self._memory.tensor[low:high].view(torch.uint8)
-            unlike = (here != self._shard.view(torch.uint8).to(here.device)).view(high - low, -1).any(1)
-            if unlike.any():  # if not in padding, which nobody fills
-                ends = [(max(slot.offset - low, 0), max(slot.end - low, 0)) for slot in self.layout.slots]
-                lost = next((p for p, each in zip(self.params, ends, strict=True) if unlike[slice(*each)].any()), None)
+            here = self._memory.tensor[low:high]
+            parts = [slice(max(slot.offset - low, 0), max(slot.end - low, 0)) for slot in self.layout.slots]
+            each = zip(self.params, parts, strict=True)
+            lost = next((p for p, part in each if differ(here[part], self._shard[part])), None)
         if lost is not None:
             tell_lost_write(lost, "that is lost: at ZeRO stage 3 its values are not here between uses")
 

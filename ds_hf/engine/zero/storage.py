@@ -35,6 +35,7 @@ __all__ = [
     "HostGradientStorage",
     "HostShardStorage",
     "ShardStorage",
+    "differ",
     "summed_in",
 ]
 
@@ -398,3 +399,15 @@ def _accumulate(total: Tensor, received: Tensor, arrival: Arrival, *, first: boo
     else:
         total.add_(received)
     return ops.squared_norm([total])
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Whether any bit of two tensors ``[n]`` of one dtype does, on any devices.
+
+    By pieces, so that it allocates little on a GPU; False while a graph is captured, which cannot wait for an answer.
+    """
+    if one.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    pairs = zip(*(torch.split(each.view(bits), 1 << 24) for each in (one, other)), strict=True)
+    return any(not torch.equal(a, b.to(a.device)) for a, b in pairs)
