@@ -110,17 +110,7 @@ def hint_at_buffers(error: RuntimeError, model: nn.Module, dtype: torch.dtype | 
 
 @torch.no_grad()
 def place_buffers(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """Put the model's buffers on ``device``, with rank 0's values. What modules share stays shared. Running statistics
-    then follow the batches of each process, which is told."""
-    kinds = [type(m) for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None and m.training]
-    own = [kind for kind in kinds if not issubclass(kind, nn.SyncBatchNorm)]
-    if own and axis.world_size > 1:
-        warn_once(
-            f"{own[0].__name__} keeps running statistics of the batches of its own process: evaluations amid training "
-            "are of other statistics on each, and files have those of process 0 (DDP sends these to all before each "
-            "forward). Before evaluating, call torch.distributed.broadcast(buffer, 0) for the model's buffers, or "
-            "train with nn.SyncBatchNorm.convert_sync_batchnorm(model), which needs GPUs"
-        )
+    """Put the model's buffers on ``device``, with rank 0's values. What modules share stays shared."""
     found: dict[int, tuple[Tensor, Tensor]] = {}  # what was there stays alive: no other tensor gets its id
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
+from torch.nn.modules.batchnorm import _NormBase
+
 from ds_hf.config.types import Config
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.measure.protocol import TRIAL_ENV
@@ -53,6 +55,11 @@ def _packs(engine: CoreEngine) -> bool:
 def _trains(engine: CoreEngine) -> bool:
     """What is measured is whole batches, whatever the step."""
     return engine.optimizer is not None and not being_measured()
+
+
+def _norms(engine: CoreEngine) -> bool:
+    several = engine.optimizer is not None and engine.mesh.replicas.world_size > 1
+    return several and any(isinstance(module, _NormBase) for module in engine.module.modules())
 
 
 def _adapts(engine: CoreEngine) -> bool:
@@ -117,6 +124,11 @@ FEATURES = (
         "parameters without a gradient",
         lambda e: not e.settings.zero_optimization.ignore_unused_parameters and e.optimizer is not None,
         "observe.unused:attach",
+    ),
+    Feature(
+        "running statistics of each process",
+        _norms,
+        "observe.statistics:attach",
     ),
     Feature("packed documents", _packs, "modules.documents:attach"),
     Feature(

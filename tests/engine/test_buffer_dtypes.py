@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +14,9 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.config import load_config
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
-from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
-from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -242,34 +238,3 @@ def test_all_ranks_have_the_buffers_of_rank_0(tmp_path: Path) -> None:
     for found in run_distributed(every_kind, 2, tmp_path):
         assert len(found) == 2 * (len(KINDS) + 3)
         assert all(found)
-
-
-def running_statistics(stage: int) -> list[Any]:
-    """What is told of a model in training and of one that is not, and this process's means beside those of torch."""
-    lines = Lines(logging.WARNING)
-    logging.getLogger("ds_hf").addHandler(lines)
-    told = []
-    for training in (False, True):
-        lines.texts.clear()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(training)
-        alone = copy.deepcopy(model[1])
-        engine, *_ = initialize(model=model, config=base_config(stage))
-        told.append(len([text for text in lines.texts if "running statistics" in text]))
-        data = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())).to(engine.device)
-        engine(data)
-        with GatheredParameters(model.parameters()):
-            alone(nn.functional.linear(data, model[0].weight, model[0].bias).cpu())
-    mean = model[1].running_mean
-    error = float((mean.cpu() - alone.running_mean).abs().max())
-    for buffer in model.buffers():  # what the text says
-        dist.broadcast(buffer, 0)
-    return [told, error < 1e-6, mean.tolist()]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_running_statistics_of_each_process_are_told(stage: int) -> None:
-    first, second = run_distributed(running_statistics, 2, stage, timeout=30)
-    assert first[:2] == [[0, 1], True]
-    assert second[:2] == [[0, 0], True]
-    assert first[2] == second[2]
