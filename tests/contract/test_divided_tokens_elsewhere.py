@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.errors import ConfigError
 from ds_hf.log import forget_said
-from tests.contract.test_divided_tokens import assert_equal, engine_of, gradients_of, plain, samples
+from tests.contract.test_divided_tokens import KEY, assert_equal, engine_of, gradients_of, plain, samples
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
 from tests.helpers.tensor import Fused, build, loss_of
@@ -260,6 +261,32 @@ def test_a_loss_on_a_part_is_refused_at_any_step() -> None:
                 assert f"model.layers.{given} gave hidden states of a part of the tokens" in text
             else:
                 assert text == "", name
+
+
+def hooks_of_libraries(folder: Path) -> list[str]:
+    """What is said of those of the profiler, of the report, and of transformers, which stay after an evaluation that
+    asked for hidden states."""
+    logging.getLogger("ds_hf").addHandler(lines := Lines())
+    ids, profiler = samples(1, length=10)[0], {"enabled": True, "output_file": str(folder / "flops")}
+    for of in ("profiler", "report", "transformers"):
+        own = {**KEY, "report": str(folder)} if of == "report" else KEY
+        more = {"flops_profiler": profiler} if of == "profiler" else {}
+        engine = engine_of(build("llama").double(), "llama", 2, 1, own, **more)
+        if of == "transformers":
+            engine.eval()
+            with torch.no_grad():
+                engine(input_ids=ids, output_hidden_states=True)
+            assert engine.module.model.layers[0]._forward_hooks
+        for _ in range(2):
+            engine.train()
+            engine.backward(loss_of(engine, ids))
+            engine.step()
+        engine.destroy()
+    return [line for line in lines.texts if "parts of the tokens" in line]
+
+
+def test_hooks_of_libraries_are_not_told(tmp_path: Path) -> None:
+    assert run_distributed(hooks_of_libraries, 2, tmp_path, timeout=60) == [[], []]
 
 
 def hooks_that_look() -> dict[str, str]:

@@ -63,6 +63,9 @@ _FIX = "remove tensor_sequence_parallel; tensor parallelism itself does not need
 _ROUNDING = 4  # units of the last place by which a block's output may differ from that of all tokens, relative norm
 
 
+_LIBRARIES = {"accelerate", "ds_hf", "peft", "torch", "transformers"}  # whose hooks take no means of hidden states
+
+
 class _Line:
     """A list of blocks.
 
@@ -99,7 +102,7 @@ class _Line:
         for name, (module, given) in self.parts.items() if self.enabled and torch.is_grad_enabled() else ():
             hooks = (*module._forward_hooks.values(), *(module._forward_pre_hooks.values() if given else ()))
             for hook in hooks:
-                if not isinstance(hook, Hook):
+                if not isinstance(hook, Hook) and getattr(hook, "__module__", "").split(".")[0] not in _LIBRARIES:
                     warn_once(
                         f"a forward hook ({getattr(hook, '__qualname__', type(hook).__qualname__)}) on {name} sees "
                         f"one of {self.axis.world_size} parts of the tokens, another on each process, while the model "
