@@ -59,7 +59,8 @@ class _Lost(Exception):
 
 
 def encode(value: Any, where: str, *, strict: bool = False) -> Any:
-    """``value`` as a dict that a file holds. What cannot be is left out, with a warning that names it and says why.
+    """``value`` as a dict that a file holds. What cannot be is left out, with a warning that names it and says why; of
+    classes that derive from dict, list, tuple, str, int or float the values are kept, without the class.
 
     Args:
         where: what ``value`` is called.
@@ -76,22 +77,26 @@ def encode(value: Any, where: str, *, strict: bool = False) -> Any:
         why = _loads(made) if made is not _NOTHING else None
         if why is not None:
             made, encoder.lost = _NOTHING, {where: why}
-    if encoder.lost and strict:
-        path, why = next(iter(encoder.lost.items()))
+    if strict and (short := encoder.lost | encoder.changed):
+        path, why = next(iter(short.items()))
         raise CheckpointError(f"{path} cannot be saved: {why}")
     for path, why in encoder.lost.items():
         warn_once(f"{path} is not saved, the rest is: {why}")
+    for path, why in encoder.changed.items():
+        warn_once(f"{path} is saved without its class: {why}")
     if made is _NOTHING:
         return {}
     return made if isinstance(made, dict) else {_TAG: "value", "value": made}
 
 
 _NOTHING = object()  # in place of what is left out
+_BASES: tuple[type[Any], ...] = (dict, list, tuple, str, int, float)
 
 
 class _Encoder:
     def __init__(self, *, try_leaves: bool = False) -> None:
         self.lost: dict[str, str] = {}
+        self.changed: dict[str, str] = {}
         self._try = try_leaves
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # what is remembered by its id has to live
@@ -141,10 +146,16 @@ class _Encoder:
                 return self._tagged(name, parts(value), where, depth)
         if _loads(value) is None:
             return value
-        raise _Lost(
-            f"a checkpoint, which is read without running code, cannot hold a {kind.__module__}.{kind.__qualname__}; "
-            "store numbers, texts, tensors, lists and dicts in its place, or its state_dict()"
+        cannot = (
+            f"a checkpoint, which is read without running code, cannot hold a {kind.__module__}.{kind.__qualname__}"
         )
+        base = next((base for base in _BASES if isinstance(value, base)), None)
+        if base is None:
+            raise _Lost(f"{cannot}; store numbers, texts, tensors, lists and dicts in its place, or its state_dict()")
+        made = self.encode(base(value), where, depth)
+        if made is not _NOTHING:
+            self.changed[where] = f"{cannot}, and its {base.__name__} is what a load will give"
+        return made
 
     def _check_leaf(self, value: Tensor) -> None:
         why = _loads(value) if self._try else None

@@ -150,6 +150,32 @@ def test_what_cannot_be_saved_is_named_and_the_rest_is(tmp_path: Path, caplog: p
         assert f"client_state{path} is not saved, the rest is: " in caplog.text
 
 
+class Settings(dict[str, Any]):
+    """As hundreds of scripts have one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Title(str):
+    __slots__ = ()
+
+
+def test_classes_that_derive_from_plain_ones_leave_their_values(caplog: pytest.LogCaptureFixture) -> None:
+    state = {"args": Settings(lr=0.1, data=Settings(path="x", hook=threading.Lock())), "names": [Title("a"), "b"]}
+    with caplog.at_level(logging.WARNING):
+        found = restore(encode(state, "client_state"), "client_state")
+    assert found == {"args": {"lr": 0.1, "data": {"path": "x"}}, "names": ["a", "b"]}
+    assert type(found["args"]) is type(found["args"]["data"]) is dict
+    for path in ("['args']", "['args']['data']", "['names'][0]"):
+        assert f"client_state{path} is saved without its class: " in caplog.text
+    assert "client_state['args']['data']['hook'] is not saved, the rest is: " in caplog.text
+    with pytest.raises(
+        CheckpointError, match=r"client_state\['args'\] cannot be saved: .*Settings, and its dict is what"
+    ):
+        encode({"args": Settings(lr=0.1)}, "client_state", strict=True)
+
+
 class _Local:
     pass
 
