@@ -79,6 +79,7 @@ def test_so_many_wait_and_no_more(tmp_path: Path, slow_device: type[Slow], monke
 def test_what_waits_is_written_when_python_exits(tmp_path: Path) -> None:
     """The last step of an engine, and what has arrived; what never arrives does not keep the process."""
     code = f"""
+import logging
 from pathlib import Path
 import torch
 from ds_hf import initialize
@@ -86,6 +87,7 @@ from ds_hf.deepspeed_api.monitor_config import get_monitor_config
 from ds_hf.engine.observe.monitor import MonitorMaster, master
 from tests.engine.observe.monitor.slow_device import Slow, become_slow
 become_slow()
+logging.getLogger("ds_hf").setLevel(logging.WARNING)  # the line with which a run begins is no fault
 master.PATIENCE_AT_EXIT = 0.2
 content = {{
     "train_batch_size": 2,
