@@ -113,7 +113,8 @@ def _tell_of_gradients(engine: Checkpointable) -> None:
         warn_once(
             f"a checkpoint was saved amid a step, of which {begun} of {engine.accumulation.steps} micro-batches were "
             "done (said once): gradients are not in it, so a run that loads it begins that step anew. Save after the "
-            "engine.step() that updates, or let the data go back as far"
+            "engine.step() that updates, or let the data go back as far",
+            about="checkpoints amid a step",
         )
 
 
