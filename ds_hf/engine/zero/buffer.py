@@ -375,6 +375,8 @@ class FlatBuffer:
     def _tell_writes(self) -> None:
         """Say what the model wrote while it used the parameters, which is given up: through ``.data`` nobody counts it,
         so values are compared, with this rank's and in the first uses only."""
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            return  # an evaluation before training would use up all looks
         self.hold.looks -= 1
         pairs = zip(self.params, self.views, strict=True)
         lost = next((p for p, view in pairs if not _shares(p, view) and id(p) not in self._gone), None)

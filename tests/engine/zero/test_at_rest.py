@@ -307,7 +307,7 @@ class Projected(nn.Module):
                 weight.data = weight.data.clamp(-0.1, 0.1)
             elif self.way == "copied":
                 weight.data.copy_(weight.data.clamp(-0.1, 0.1))
-            else:
+            elif self.way != "none":
                 weight.data.mul_(0.9)
 
 
@@ -321,6 +321,12 @@ def projected(way: str, gathers: bool) -> tuple[list[str], float]:
     optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.05)
     engine, *_ = initialize(model=model, config=base_config(3, optimizer=SGD))
     model.gathers = gathers
+    if not gathers:  # evaluations first, in which nothing is written, do not keep it from being told
+        model.way = "none"
+        with torch.no_grad():
+            for _ in range(8):
+                engine(torch.zeros(1, WIDTH, device=engine.device))
+        model.way = way
     for index in range(3):
         data = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(index)).to(engine.device)
         mean_square(reference(data.cpu().flatten(0, 1))).backward()
