@@ -379,7 +379,8 @@ class FlatBuffer:
             return  # an evaluation before training would use up all looks
         self.hold.looks -= 1
         pairs = zip(self.params, self.views, strict=True)
-        lost = next((p for p, view in pairs if not _shares(p, view) and id(p) not in self._gone), None)
+        moved = ((p, view) for p, view in pairs if not _shares(p, view) and id(p) not in self._gone)
+        lost = next((p for p, view in moved if differ(p, view)), None)
         if lost is None and not self.aliased and self.shard_storage.stays and not self.gathering.rounds:
             low, high = self.layout.shard_range(self.axis.rank)
             here = self._memory.tensor[low:high]

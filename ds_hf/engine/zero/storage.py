@@ -402,12 +402,14 @@ def _accumulate(total: Tensor, received: Tensor, arrival: Arrival, *, first: boo
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether any bit of two tensors ``[n]`` of one dtype does, on any devices.
+    """Whether the shapes, the dtypes or any bit of two tensors do, on any devices.
 
     By pieces, so that it allocates little on a GPU; False while a graph is captured, which cannot wait for an answer.
     """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    pairs = zip(*(torch.split(each.view(bits), 1 << 24) for each in (one, other)), strict=True)
+    pairs = zip(*(torch.split(each.detach().flatten().view(bits), 1 << 24) for each in (one, other)), strict=True)
     return any(not torch.equal(a, b.to(a.device)) for a, b in pairs)

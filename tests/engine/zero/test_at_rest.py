@@ -307,6 +307,8 @@ class Projected(nn.Module):
                 weight.data = weight.data.clamp(-0.1, 0.1)
             elif self.way == "copied":
                 weight.data.copy_(weight.data.clamp(-0.1, 0.1))
+            elif self.way == "moved":
+                weight.data = weight.data.clone()
             elif self.way != "none":
                 weight.data.mul_(0.9)
 
@@ -342,7 +344,7 @@ def projected(way: str, gathers: bool) -> tuple[list[str], float]:
 
 def projections() -> list[Any]:
     found = []
-    for way in ("replaced", "copied", "frozen"):
+    for way in ("replaced", "copied", "frozen", "moved"):
         forget_said()
         told, _ = projected(way, gathers=False)
         forget_said()
@@ -355,7 +357,7 @@ def test_writes_of_a_forward_are_told_and_gathered_ones_are_those_of_torch() -> 
     names = [f"{name}.weight ({WIDTH}, {WIDTH})" for name in ("blocks.0", "blocks.1", "blocks.2", "scale")]
     for cases in zip(*ranks, strict=True):
         found = {name for _, told, _ in cases for name in told}
-        assert found
+        assert bool(found) is (cases[0][0] != "moved")
         assert found <= set(names)
         for way, _, (told, error) in cases:
             assert (way, told) == (way, [])
