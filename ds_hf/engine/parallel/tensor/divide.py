@@ -130,8 +130,8 @@ def _check_shared(model: nn.Module, divisions: Sequence[Slicing]) -> None:
     """
     parts = {id(division.module) for division in divisions if division.parts}
     for name, module in model.named_modules():
-        if id(module) in parts or place_of(module) is not None:
-            continue
+        if id(module) in parts or place_of(module) is not None or "_place" in vars(module):
+            continue  # the last are layers of deepspeed.module_inject, which cut their own weights
         for key, param in module._parameters.items():
             if param is not None and cut_of(param) is not None and expert_processes(param) == 1:
                 raise ConfigError(
