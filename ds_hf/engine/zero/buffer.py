@@ -373,8 +373,8 @@ class FlatBuffer:
         self.state = BufferState.RELEASED
 
     def _tell_writes(self) -> None:
-        """Say what the model wrote while it used the parameters, which is given up: through ``.data`` nobody counts it,
-        so values are compared, with this rank's and in the first uses only."""
+        """Warn if the model has written to the parameters while it used them: releasing them loses that. Torch does not
+        count writes through ``.data``, so values are compared with this rank's shard, in the first uses only."""
         if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             return  # an evaluation before training would use up all looks
         self.hold.looks -= 1

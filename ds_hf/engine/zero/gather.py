@@ -143,7 +143,7 @@ def _tell_changes(versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]]) -
 
 
 def _was_merged_for_the_block(param: Tensor, home: ParamHome) -> bool:
-    """PEFT has merged adapters into it and taken them out again, up to rounding, which nobody misses."""
+    """PEFT has merged adapters into it and taken them out again: only rounding is lost, which needs no warning."""
     modules = [m for hooks in home.buffer.users for unit in hooks.units for m in unit.modules if not home.buffer.states]
     layers = (layer for module in modules for layer in module.modules() if hasattr(layer, "merged_adapters"))
     return any(not layer.merged for layer in layers if any(param is each for each in layer.parameters()))

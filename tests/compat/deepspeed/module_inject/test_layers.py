@@ -72,6 +72,41 @@ def test_layers_made_by_hand(outputs: int) -> None:
         assert max(found.values()) < 1e-12, found
 
 
+def trained_by_the_engine(stage: int) -> tuple[list[float], list[float]]:
+    """Losses of three steps: of layers that are cut by hand beside one that no rule cuts, and of whole ones."""
+    groups._init_tp_mesh_device(tensor_model_parallel_size=TENSOR)
+    group = groups.get_tensor_model_parallel_group()
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16), nn.Linear(16, 4))
+    model = deepcopy(whole)
+    model[0], model[2] = LinearLayer(model[0], group), LinearAllreduce(model[2], group)
+    rules = {"use_default_specs": False, "layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
+    config = {
+        "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"autotp_size": TENSOR, "partition_config": rules}, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    found, wanted = [], []
+    for step in range(3):
+        data = torch.randn(3, 16, generator=torch.Generator().manual_seed(step))
+        loss, expected = engine(data).square().mean(), whole(data).square().mean()
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        found.append(loss.item())
+        wanted.append(expected.item())
+    return found, wanted
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_layers_made_by_hand_in_an_engine(stage: int) -> None:
+    for found, wanted in run_distributed(trained_by_the_engine, 2, stage):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def cut_by_the_engine(stage: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
