@@ -31,8 +31,36 @@ class Ended(BaseException):
     """In the place of the end of the process."""
 
 
-def measured(folder: str, names: list[str], own: str, dtype: str, natural: int = 0, trained: int = 99) -> None:
-    """A trial of the first setting, with the others as further requests; ``own``: who makes the optimizer.
+def asked(folder: Path, names: list[str], own: str, dtype: str, natural: int = 0) -> None:
+    """Write the requests of ``measured``, and the files that they name: once, and before any process reads them.
+
+    Args:
+        natural: own steps of the script that the first trial times.
+    """
+    all_alike = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, dtype: {"enabled": True}}
+    for number, name in enumerate(names):
+        config = folder / f"{name}.json"
+        tree = {**all_alike, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **SETTINGS[name]}
+        if own != "file":
+            del tree["optimizer"]
+        config.write_text(json.dumps(tree))
+        first = folder / "request.json"
+        TrialRequest(
+            f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=4, config=str(config),
+            further=int(number < len(names) - 1), natural_steps=0 if number else natural,
+        ).write(further_file(first, number) if number else first)  # fmt: skip
+
+
+def trial(
+    folder: Path, names: list[str], own: str, dtype: str, natural: int = 0, trained: int = 99, processes: int = 2
+) -> None:
+    """A trial of the first setting, with the others as further requests, on ``processes``."""
+    asked(folder, names, own, dtype, natural)
+    run_distributed(measured, processes, str(folder), names[0], own, natural, trained)
+
+
+def measured(folder: str, name: str, own: str, natural: int, trained: int) -> None:
+    """One process of a trial; ``name``: its first setting; ``own``: who makes the optimizer.
 
     Args:
         natural: own steps of the script that the first trial times. trained: micro-steps that the script makes.
@@ -43,19 +71,7 @@ def measured(folder: str, names: list[str], own: str, dtype: str, natural: int =
 
     further.leave = driver.leave = ended  # type: ignore[assignment]
     torch.compile = functools.partial(torch.compile, backend="eager")  # without the compile times of inductor
-    first = Path(folder) / "request.json"
-    os.environ[TRIAL_ENV] = str(first)
-    all_alike = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, dtype: {"enabled": True}}
-    for number, name in enumerate(names):
-        config = Path(folder) / f"{name}.json"
-        tree = {**all_alike, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **SETTINGS[name]}
-        if own != "file":
-            del tree["optimizer"]
-        config.write_text(json.dumps(tree))
-        TrialRequest(
-            f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=4, config=str(config),
-            further=int(number < len(names) - 1), natural_steps=0 if number else natural,
-        ).write(further_file(first, number) if number else first)  # fmt: skip
+    os.environ[TRIAL_ENV] = f"{folder}/request.json"
     torch.manual_seed(1)
     model = Net()
     groups: Any = [{"params": [p], "lr": 1e-2} for p in model.parameters()]
@@ -71,7 +87,7 @@ def measured(folder: str, names: list[str], own: str, dtype: str, natural: int =
     if own in ("file", "function"):
         given["model_parameters"] = iter(groups)
     # the Trainer gives a dict that it has filled in
-    engine = initialize(model=model, config=json.loads(Path(folder, f"{names[0]}.json").read_text()), **given)[0]
+    engine = initialize(model=model, config=json.loads(Path(folder, f"{name}.json").read_text()), **given)[0]
     if natural and trained < 99:
         train(engine, trained)
         engine.events.interceptor._ended_early(None)  # as the end of the process does
@@ -100,11 +116,11 @@ def said(folder: Path, name: str) -> tuple[list[tuple[Any, ...]], dict[str, Any]
 def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: str, names: list[str]) -> None:
     together = tmp_path / "together"
     together.mkdir()
-    run_distributed(measured, 2, str(together), names, own, dtype)
+    trial(together, names, own, dtype)
     for name in names[1:]:
         alone = tmp_path / name
         alone.mkdir()
-        run_distributed(measured, 2, str(alone), [name], own, dtype)
+        trial(alone, [name], own, dtype)
         (points, facts), (expected, of_its_own) = said(together, name), said(alone, name)
         assert facts == of_its_own
         assert [point[:3] for point in points] == [point[:3] for point in expected]
@@ -114,10 +130,10 @@ def test_as_processes_of_their_own_would_say(tmp_path: Path, own: str, dtype: st
 
 def test_after_own_steps_of_the_script(tmp_path: Path) -> None:
     """The user's file: its processes stay, too, and wait in the forward after the last step that was timed."""
-    run_distributed(measured, 2, str(tmp_path), ["1", "2"], "torch", "bf16", 2)
+    trial(tmp_path, ["1", "2"], "torch", "bf16", natural=2)
     alone = tmp_path / "alone"
     alone.mkdir()
-    run_distributed(measured, 2, str(alone), ["2"], "torch", "bf16")
+    trial(alone, ["2"], "torch", "bf16")
     (points, facts), (expected, of_its_own) = said(tmp_path, "2"), said(alone, "2")
     assert facts == of_its_own
     for (*size, peak), (*same, least) in zip(points, expected, strict=True):
@@ -130,7 +146,7 @@ def test_after_own_steps_of_the_script(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_over_by_then_does_not_stay(tmp_path: Path) -> None:
-    run_distributed(measured, 1, str(tmp_path), ["1", "2"], "torch", "bf16", 2, 6)
+    trial(tmp_path, ["1", "2"], "torch", "bf16", natural=2, trained=6, processes=1)
     events = list(map(json.loads, (tmp_path / "1.jsonl").read_text().splitlines()))
     assert len([each for each in events if each["event"] == "step" and each["kind"] == "natural"]) == 2
     assert events[-1]["event"] == "done"
