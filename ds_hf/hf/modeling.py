@@ -6,6 +6,9 @@ than ds_hf, which does when training starts.
 Weights whose shape is not the model's: transformers has them neither passed over (``ignore_mismatched_sizes``) nor
 refused on all ranks - the first raises, the others wait for ever. The shapes are compared before anything is loaded.
 
+Names. A file may have those of an older release, which transformers translates, and writes again in a save. At stage 3
+it keeps every translation that it knows, used or not: a BERT would be saved with ``gamma`` and ``beta`` for norms.
+
 Initialisation. After loading, transformers runs every ``_init_weights`` and relies on its ``init`` functions to
 pass over what was loaded. Several models look at the shape of a loaded parameter first (Whisper's and DistilBert's
 sinusoids, ResNet's fan-in), which at stage 3 would be that of a placeholder. So each module's parameters, and its
@@ -207,11 +210,21 @@ def _without_mismatched(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ..
         if getattr(load_config, "ignore_mismatched_sizes", False):
             kept = {name: value for name, value in state_dict.items() if name not in faults}
             _log_passed_over(faults)
-            return wrapped(model_to_load, kept, load_config)
+            loaded = wrapped(model_to_load, kept, load_config)
+            _keep_used_names(model_to_load, load_config)
+            return loaded
         errors, missing = wrapped(model_to_load, {**state_dict}, load_config)
+        _keep_used_names(model_to_load, load_config)
         return (errors or list(faults.values())), missing
 
     return load(*args, **kwargs)
+
+
+def _keep_used_names(model: Any, load_config: Any) -> None:
+    """Only what renamed a weight of the file is undone in a save. transformers keeps that apart without ZeRO alone."""
+    mapping = getattr(load_config, "weight_mapping", None)
+    if mapping and all(hasattr(each, "was_used") for each in mapping):
+        model._weight_conversions = [each for each in mapping if each.was_used()]
 
 
 def _mismatched(model: nn.Module, state_dict: dict[str, Tensor]) -> Iterator[tuple[str, str]]:

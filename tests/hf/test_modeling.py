@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
@@ -93,3 +95,28 @@ def test_a_bare_model_at_rest_is_not_written_empty(tmp_path: Path) -> None:
     expected = run_distributed(save_bare, 2, str(tmp_path))[0]
     found = cast(PreTrainedModel, LlamaForCausalLM.from_pretrained(tmp_path / "0"))
     assert not [name for name, param in found.named_parameters() if not torch.equal(param, expected[name])]
+
+
+def save_again(folders: list[str]) -> None:
+    for folder in folders:
+        kept = HfDeepSpeedConfig(CONFIG)
+        model = cast(PreTrainedModel, BertForSequenceClassification.from_pretrained(folder))
+        del kept
+        with GatheredParameters(list(model.parameters())):
+            model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
+
+
+def test_a_model_is_saved_with_the_names_that_its_file_had(tmp_path: Path) -> None:
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    folders = [tmp_path / "new", tmp_path / "old"]
+    for folder in folders:
+        build("bert").save_pretrained(folder)
+    weights = load_file(folders[1] / "model.safetensors")
+    for new, name in [(key, reduce(lambda key, pair: key.replace(*pair), old.items(), key)) for key in weights]:
+        weights[name] = weights.pop(new)
+    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+    run_distributed(save_again, 2, [str(folder) for folder in folders])
+    for folder in folders:
+        before, after = (load_file(f"{path}/model.safetensors") for path in (folder, f"{folder}-saved"))
+        assert after.keys() == before.keys()
+        assert not [name for name in after if not torch.equal(after[name], before[name])]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -165,6 +166,7 @@ class FlatBuffer:
     """
 
     _next_id = 0
+    _numbers = count()
     waits: Waits | None = None
 
     def __init__(
@@ -180,6 +182,7 @@ class FlatBuffer:
         replicas: Replicas | None = None,
         gathering: Gathering | None = None,
     ) -> None:
+        self.number = next(FlatBuffer._numbers)  # all ranks make their buffers in one order
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis

@@ -24,9 +24,9 @@ __all__ = ["GatheredParameters", "unwrap_model_for_generation"]
 class GatheredParameters:
     """Gather sharded parameters inside a ``with`` block (DeepSpeed's ``zero.GatheredParameters``).
 
-    All ranks must enter it. Whatever has no engine - ordinary parameters, buffers - is passed over, so the same code
-    runs at every stage: of parameters that every rank has whole, what ``modifier_rank`` writes reaches the others and
-    the optimizer's masters too. Blocks may be nested.
+    All ranks must enter it; each may name the parameters in an order of its own. Whatever has no engine - ordinary
+    parameters, buffers - is passed over, so the same code runs at every stage: of parameters that every rank has whole,
+    what ``modifier_rank`` writes reaches the others and the optimizer's masters too. Blocks may be nested.
 
     Args:
         params: a parameter, a module, or an iterable of parameters.
@@ -62,7 +62,9 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        self.buffers = [*buffers_of(self.params), *_replicated(self.params, all_of_them=self.modifier_rank is not None)]
+        found = [*buffers_of(self.params), *_replicated(self.params, all_of_them=self.modifier_rank is not None)]
+        # transformers gives a set of parameters, whose order is that of addresses: another one on each rank.
+        self.buffers = sorted(found, key=lambda buffer: buffer.number)
         self._held.enter_context(unshard(self.buffers))
         if self.modifier_rank is None:
             self._kept_before = {buffer: buffer.kept_writes for buffer in self.buffers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -90,6 +91,31 @@ def write_in_an_inner_block_on_one_rank() -> float:
 
 def test_inner_block_of_the_writing_rank_is_not_collective() -> None:
     assert run_distributed(write_in_an_inner_block_on_one_rank, 2, timeout=30) == [7.0 * 64 * 32] * 2
+
+
+def gather_in_an_order_of_each_rank(stage: int) -> list[float]:
+    """Of layers of one size, whose values would come in each other's places. Transformers gives a set."""
+    with Init(config_dict_or_path=CONFIG, enabled=stage == 3):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    engine = initialize(
+        model=model,
+        config={**CONFIG, "zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}},
+    )[0]
+    layers = list(model)[:: -1 if dist.get_rank() else 1]
+    weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    with GatheredParameters(weights, modifier_rank=0):
+        for number, layer in enumerate(model):
+            nn.init.constant_(layer.weight, number + 10 * dist.get_rank())  # type: ignore[arg-type]
+    with GatheredParameters(weights):
+        values = [float(layer.weight.detach().sum()) for layer in model]  # type: ignore[operator, union-attr]
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_may_name_the_parameters_in_an_order_of_its_own(stage: int) -> None:
+    for values in run_distributed(gather_in_an_order_of_each_rank, 2, stage):
+        assert values == [0.0, 16.0, 32.0]
 
 
 def weight_norm_under_init() -> tuple[bool, bool, list[int]]:
