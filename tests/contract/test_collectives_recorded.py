@@ -6,8 +6,8 @@
 
 Per configuration it holds the collectives of two processes in order, losses, gradient norms and a digest of the
 weights. The model's numbers are few bits long, so sums are exact in every order and the record holds on every machine;
-of norms, whose squares are longer, but for the last bit or two. Inside ``GatheredParameters`` gathers have been in the order of
-the buffers since 27 November 2026, not of the parameters that are named.
+of norms, whose squares are longer, but for the last bit or two. Inside ``GatheredParameters`` the
+gathers have been in the order of the buffers since 27 November 2026, not of the parameters that are named.
 """
 
 from __future__ import annotations
