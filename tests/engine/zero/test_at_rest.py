@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,28 @@ def copies() -> list[str]:
 
 def test_copies_are_whole_plain_models_or_errors() -> None:
     assert run_distributed(copies, 2, timeout=100) == [[], []]
+
+
+def written_twice(file: str) -> list[str]:
+    """As DeepSpeed-Chat does: a state dict on one process, and in its place then what all gather."""
+    engine, lines = built(3), Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
+    if dist.get_rank() == 0:
+        torch.save(engine.module.state_dict(), file)
+    if dist.get_rank() == 0:
+        with pytest.raises(DsHfError, match="would be empty"):
+            torch.load(file, weights_only=False)
+    whole = full_weights(engine.module)
+    if dist.get_rank() == 0:
+        torch.save(whole, file)
+        assert all(torch.equal(value, whole[name]) for name, value in torch.load(file).items())
+    return [line for line in lines.texts if "can not be read" in line]
+
+
+def test_a_state_dict_of_nothing_can_be_written_and_not_read(tmp_path: Path) -> None:
+    told, silent = run_distributed(written_twice, 2, str(tmp_path / "weights.bin"))
+    assert len(told) == 1
+    assert not silent
 
 
 def forked() -> None:
