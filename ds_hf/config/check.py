@@ -93,6 +93,9 @@ def _validator() -> Draft202012Validator:
     return Draft202012Validator(load_schema())
 
 
+NOT_CHOSEN = ("the model", "the default")  # where "auto" of a size comes from when nobody fills it in
+
+
 def _check_auto(draft: Draft) -> None:
     nodes = {pointer_of(path): node for path, node in walk_for(draft.tree)}
     offered = ""
@@ -110,8 +113,8 @@ def _check_auto(draft: Draft) -> None:
                     else "give a value"
                 )
                 draft.fault(pointer, '"auto" is not filled in here by the Trainer or accelerate', what)
-        elif not draft.allow_auto and fills["source"] != "the model":
-            # Sizes that follow from the model keep their defaults, as in DeepSpeed: TRL's reference models come so.
+        elif not draft.allow_auto and fills["source"] not in NOT_CHOSEN:
+            # Sizes keep their defaults, as in DeepSpeed: TRL's reference models and OpenRLHF's engines come so.
             message = '"auto" was not filled in: the Trainer and accelerate do that, a plain initialize() does not'
             by_accelerate = fills["source"] == "accelerate"
             who = "accelerate" if by_accelerate else f"the Trainer (it takes {fills['source']})"

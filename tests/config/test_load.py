@@ -394,6 +394,15 @@ def test_auto_of_sizes_that_follow_from_the_model_needs_nobody_to_fill_it() -> N
     assert not any(config.is_given(f"/zero_optimization/{size}") for size in sizes)
 
 
+def test_auto_of_other_sizes_is_their_default() -> None:
+    """As in the files that OpenRLHF makes, for DeepSpeed leaves such values out."""
+    sizes = ("allgather_bucket_size", "sub_group_size", "stage3_model_persistence_threshold")
+    limits = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold")
+    left_out = {"zero_optimization": {"stage": 3, **dict.fromkeys(sizes + limits, "auto")}}
+    assert load(left_out).zero_optimization == load({"zero_optimization": {"stage": 3}}).zero_optimization
+    assert not load(left_out).warnings
+
+
 def test_auto_that_accelerate_fills() -> None:
     zero: dict[str, Any] = {"stage": "auto", "offload_param": {"device": "auto", "nvme_path": "auto"}}
     zero["stage3_gather_16bit_weights_on_model_save"] = "auto"
