@@ -55,7 +55,7 @@ from ds_hf.engine.zero.packed import (
     packed_parts,
     shards_packed,
 )
-from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_buffers, plan_units
+from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_buffers, plan_units, tell_common_memory
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
@@ -197,6 +197,7 @@ def _prepare(
     _refuse_meta(model)
     groups = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
+    tell_common_memory(model)
     if mesh.is_given and mesh.shape.tensor > 1:
         mark_cuts(model, mesh)
     move_packed(model, device, sharded=plan.shards_parameters)

@@ -23,6 +23,7 @@ from ds_hf.engine.zero.leaf import find_choices, holder_of, is_container, is_lea
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.log import warn_once
 
 __all__ = [
     "FROZEN",
@@ -35,6 +36,7 @@ __all__ = [
     "make_units",
     "plan_buffers",
     "plan_units",
+    "tell_common_memory",
 ]
 
 FROZEN = -1  # group index of parameters that no optimizer updates
@@ -329,6 +331,41 @@ def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:
             continue
         found |= {id(p) for p in module._parameters.values() if p is not None}
     return found
+
+
+def tell_common_memory(model: nn.Module) -> None:
+    """Warn of parameters and buffers that lie where a parameter that trains lies.
+
+    ``a.weight.data = b.weight.data`` makes such ones. Alone they change together; in flat buffers each has a place of
+    its own.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    stretches = sorted(
+        (tensor.untyped_storage().data_ptr(), tensor.data_ptr(), number)
+        for number, (_, tensor) in enumerate(tensors)
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta" and tensor.numel()
+    )
+    before, end = None, 0
+    for _, start, number in stretches:
+        name, tensor = tensors[number]
+        if before is not None and start < end and (tensor.requires_grad or before[1].requires_grad):
+            (one, other), what = sorted((before[0], name)), "are two parameters"
+            if not isinstance(tensor, nn.Parameter) or not isinstance(before[1], nn.Parameter):
+                what = "are a parameter and a buffer"
+            warn_once(
+                f"{one} and {other} {what} in the same memory, and no longer change together (said once, for the "
+                "first of them): the engine gives each its own place, with the values of now. To tie them, make them "
+                "one parameter (as in head.weight = embedding.weight); where each is meant to be by itself, begin with "
+                "a copy (.clone())"
+            )
+            return
+        if start + _extent(tensor) > end:
+            before, end = (name, tensor), start + _extent(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """In bytes; of one whose elements lie apart, the first of them, for others may lie between."""
+    return tensor.nbytes if tensor.is_contiguous() else tensor.element_size()
 
 
 def _ancestors(name: str) -> list[str]:

@@ -49,6 +49,16 @@ def from_forward(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+class FunctionalForces(Energy):
+    """The gradient is torch.func's, and its directions are vmap's and jvp's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = super().forward
+        forces = torch.func.vmap(torch.func.grad(lambda point: energy(point[None])))(x)
+        _, slope = torch.func.jvp(energy, (x,), (torch.ones_like(x),))
+        return (forces - x).pow(2).mean() + slope
+
+
 def penalty(model: Any, x: Tensor) -> Tensor:
     """WGAN-GP: another call between the gradient and its backward."""
     point = x.clone().requires_grad_(True)
@@ -68,6 +78,7 @@ def hessian(model: Any, x: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
     "forces": (Forces, from_forward),
     "checkpointed forces": (lambda: Forces(checkpointed=True), from_forward),
+    "functional forces": (FunctionalForces, from_forward),
     "penalty": (Energy, penalty),
     "hessian": (Energy, hessian),
 }
@@ -121,7 +132,7 @@ def all_of(names: list[str]) -> dict[str, tuple[float, float, int]]:
     return found
 
 
-@pytest.mark.parametrize("names", [["forces", "checkpointed forces"], ["penalty", "hessian"]])
+@pytest.mark.parametrize("names", [["forces", "checkpointed forces", "functional forces"], ["penalty", "hessian"]])
 def test_double_backward_through_sharded_blocks(names: list[str]) -> None:
     for found in run_distributed(all_of, 2, names, timeout=60):
         for name, (loss, weights, held) in found.items():

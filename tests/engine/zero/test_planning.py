@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero import planning
-from ds_hf.engine.zero.planning import FROZEN, BufferSpec, UnitPolicy, plan_units
+from ds_hf.engine.zero.planning import FROZEN, BufferSpec, UnitPolicy, plan_units, tell_common_memory
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.unit import Unit
 from tests.engine.zero.zoo import Hierarchy, MixedDtypes, Stack, TiedBlocks, TiedToRoot
@@ -108,3 +109,38 @@ def test_a_large_leaf_is_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     untied = TinyLM()
     untied.head = nn.Linear(32, 48, bias=False)
     assert [name for name in named(untied, plan(untied)) if name in ("embedding", "head")] == ["embedding", "head"]
+
+
+def test_parameters_and_buffers_that_change_with_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def told(change: Any) -> list[str]:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        change(model["a"], model["b"])
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="ds_hf"):
+            tell_common_memory(model)
+        return [record.getMessage() for record in caplog.records]
+
+    def tied(a: Any, b: Any) -> None:
+        a.weight = b.weight
+
+    def apart(a: Any, b: Any) -> None:
+        both = torch.zeros(4, 8)
+        a.weight.data, b.weight.data = both[:, :4], both[:, 4:]
+        a.bias.data, b.bias.data = torch.zeros(2, 4)
+
+    def same(a: Any, b: Any) -> None:
+        a.weight.data = b.weight.data
+
+    def frozen(a: Any, b: Any) -> None:
+        same(a.requires_grad_(False), b.requires_grad_(False))
+
+    def row(a: Any, b: Any) -> None:
+        b.bias.data = a.weight.data[2]
+
+    def kept(a: Any, b: Any) -> None:
+        b.register_buffer("start", a.bias.detach())
+
+    assert told(tied) == told(apart) == told(frozen) == []
+    assert [text[:60] for text in told(same)] == ["a.weight and b.weight are two parameters in the same memory,"]
+    assert "a.weight and b.bias are two parameters" in told(row)[0]
+    assert "a.bias and b.start are a parameter and a buffer" in told(kept)[0]
