@@ -19,13 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import with_values
-from ds_hf.hf.source import AUTO, plain_config
+from ds_hf.hf.source import AUTO, fill_sizes, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
 
@@ -107,6 +107,9 @@ def wrap_accelerator(module: ModuleType) -> None:
 
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         _share_layers(accelerator)
+        config = accelerator.deepspeed_plugin.hf_ds_config
+        for own in [arg.config for arg in args if isinstance(arg, nn.Module) and hasattr(arg, "config")]:
+            fill_sizes(config, own)
         with _environment(_sizes(accelerator.parallelism_config)):
             prepared = wrapped(*args, **kwargs)
         follow_batches(accelerator, prepared)

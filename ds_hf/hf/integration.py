@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
 from ds_hf.hf.autoload import wrap
-from ds_hf.hf.source import AUTO
+from ds_hf.hf.source import AUTO, fill_sizes
 from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["wrap_integration"]
@@ -94,20 +94,10 @@ def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwar
 
 
 def _finalize(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sizes that are "auto", of models made of several: transformers looks for a width at the top of the configuration
-    and stops without one. Here it is that of the widest part; without any, DeepSpeed's defaults hold."""
+    """Sizes that are "auto", see ``fill_sizes``. Below stage 3 transformers leaves two of them to accelerate, which
+    looks at the top of the configuration only."""
     own = getattr(args[1] if len(args) > 1 else kwargs["model"], "config", None)
-    width = _width(own)
-    sizes = {
-        "reduce_bucket_size": width**2,
-        "stage3_prefetch_bucket_size": width**2 * 9 // 10,
-        "stage3_param_persistence_threshold": 10 * width,
-    }
-    for key, size in () if _width_at_top(own) else sizes.items():
-        if config.is_auto(f"zero_optimization.{key}") and width:
-            config.fill_only(f"zero_optimization.{key}", size)
-        elif config.is_auto(f"zero_optimization.{key}"):
-            del config.config["zero_optimization"][key]
+    fill_sizes(config, own, ("", "text_config") if config.is_zero3() else ("",))
     found = wrapped(*args, **kwargs)
     given = dict(zip(("args", "model"), args, strict=False)) | kwargs
     if config.is_zero3() and type(given["args"]).__module__.startswith("trl."):
@@ -142,19 +132,6 @@ def _undo_trl(config: Any, arguments: Any, model: Any) -> None:
             f"{' and '.join(done)}: TRL had changed that for DeepSpeed's stage 3, which is not needed here "
             '("ds_hf": {"trl_workarounds": true} leaves it)'
         )
-
-
-def _width_at_top(config: Any) -> bool:
-    """Whether transformers finds a width itself."""
-    places = (config, getattr(config, "text_config", None))
-    return any(hasattr(place, name) for place in places for name in ("hidden_size", "hidden_sizes"))
-
-
-def _width(config: Any) -> int:
-    """The largest width of a model's configuration and those inside it, 0 where none is known."""
-    found = [getattr(config, name, 0) for name in ("hidden_size", "d_model", "n_embd")]
-    inside = [each for each in getattr(config, "__dict__", {}).values() if hasattr(each, "to_diff_dict")]
-    return max([0, *(each for each in found if isinstance(each, int)), *map(_width, inside)])
 
 
 def _given(trainer: Any) -> tuple[Any, Any]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, EncoderDecoderConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_hf.hf import integration
+from ds_hf.hf.source import fill_sizes
 
 AUTO = {
     "stage": 3,
@@ -23,8 +25,8 @@ AUTO = {
 }
 
 
-def _finalized(config: Any) -> dict[str, Any]:
-    made = HfTrainerDeepSpeedConfig({"zero_optimization": dict(AUTO)})
+def _finalized(config: Any, **more: Any) -> dict[str, Any]:
+    made = HfTrainerDeepSpeedConfig({"zero_optimization": {**AUTO, **more}})
     args = SimpleNamespace(get_warmup_steps=lambda steps: 0, deepspeed_plugin=None, deepspeed="file")
     made.trainer_config_finalize(args, SimpleNamespace(config=config), 10)
     found: dict[str, Any] = made.config["zero_optimization"]
@@ -43,8 +45,31 @@ def test_sizes_follow_the_widest_part(config: Any) -> None:
     assert found["stage3_param_persistence_threshold"] == 320
 
 
-def test_defaults_hold_where_no_width_is_known() -> None:
-    assert _finalized(SimpleNamespace(layers=1)) == {"stage": 3}
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_is_left_for_accelerate_where_it_sees_no_width(stage: int) -> None:
+    clip = SimpleNamespace(text_config=_bert(32), vision_config=_bert(16))
+    found = _finalized(clip, stage=stage)
+    assert found == {
+        "stage": stage,
+        "reduce_bucket_size": 32 * 32,
+        "stage3_prefetch_bucket_size": int(0.9 * 32 * 32),
+        "stage3_param_persistence_threshold": 320,
+    }
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(layers=1), SimpleNamespace(hidden_size=None)])
+def test_defaults_hold_where_no_width_is_known(config: Any) -> None:
+    assert _finalized(config) == {"stage": 3}
+
+
+@pytest.mark.parametrize("config", [EncoderDecoderConfig.from_encoder_decoder_configs(_bert(16), _bert(32)), None])
+def test_accelerates_own_loop_needs_no_width_at_the_top(config: Any) -> None:
+    made = HfDeepSpeedConfig({"zero_optimization": dict(AUTO)})
+    model = nn.Linear(2, 2)
+    model.config = config  # type: ignore[assignment]
+    fill_sizes(made, model.config)
+    assert made.config["zero_optimization"].get("reduce_bucket_size") == (32 * 32 if config else None)
+    assert "auto" not in made.config["zero_optimization"].values()
 
 
 @pytest.mark.parametrize("keep", [False, True])
