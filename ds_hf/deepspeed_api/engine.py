@@ -326,22 +326,10 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
                 buffer.write_back()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """Whole weights on rank 0's CPU, ``None`` elsewhere. Collective.
-
-        Adapters on a frozen model are small and are gathered whatever the configuration says: transformers would write
-        an empty adapter otherwise.
-
-        Raises:
-            ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
-        """
+        """Whole weights on rank 0's CPU, ``None`` elsewhere. Collective. Who calls it wants them, whatever the
+        configuration says of saves: OpenRLHF's has nothing about it."""
         self._require_alive()
         adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
-        if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
-            raise ValueError(
-                "the whole weights are not gathered on save: set "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use save_checkpoint() and "
-                "zero_to_fp32.py"
-            )
         self._finish_update()
         state = checkpoint_save.consolidated_state_dict(self, exclude_frozen_parameters)
         if adapters:
@@ -352,7 +340,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         """The same of a model that stage 3, tensor or expert parallelism has divided. Collective.
 
         Raises:
-            ValueError: neither has; or stage 3 has, and ``stage3_gather_16bit_weights_on_model_save`` is off.
+            ValueError: neither has.
         """
         if not self.plan.shards_parameters and self.mesh.shape.model == 1 and self.mesh.shape.expert == 1:
             raise ValueError(

@@ -167,7 +167,8 @@ def wrap_accelerator(module: ModuleType) -> None:
         """accelerate asks an engine for whole weights at stage 3 and with tensor parallelism alone."""
         model = args[0] if args else kwargs.get("model")
         mesh = getattr(model, "mesh", None)
-        if mesh is not None and getattr(mesh.shape, "expert", 1) > 1 and kwargs.get("unwrap", True):
+        divided = mesh is not None and getattr(mesh.shape, "expert", 1) > 1 and kwargs.get("unwrap", True)
+        if divided and (not model.plan.shards_parameters or model.zero_gather_16bit_weights_on_model_save()):
             return model._consolidated_16bit_state_dict()
         return wrapped(*args, **kwargs)
 

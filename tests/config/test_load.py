@@ -403,6 +403,11 @@ def test_auto_of_other_sizes_is_their_default() -> None:
     assert not load(left_out).warnings
 
 
+def test_what_is_asked_for_and_is_so_is_not_told() -> None:
+    """DeepSpeed-Chat's files ask for torch's linear function, and no other is here."""
+    assert not load({"zero_optimization": {"stage": 3, "memory_efficient_linear": False}}).warnings
+
+
 def test_auto_that_accelerate_fills() -> None:
     zero: dict[str, Any] = {"stage": "auto", "offload_param": {"device": "auto", "nvme_path": "auto"}}
     zero["stage3_gather_16bit_weights_on_model_save"] = "auto"
