@@ -30,7 +30,7 @@ from ds_hf.engine.modules.generation import Generation, generation_for
 from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
-from ds_hf.engine.zero.at_rest import explain_empty
+from ds_hf.engine.zero.external import explain_empty
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger, warn_once
 

@@ -1,8 +1,9 @@
 """Parameters at rest: their values are in shards, and what they show has no elements; and gradients that are elsewhere.
 
 While a sharded buffer is released, its parameters are of a class of their own: a copy of one would be empty, and what
-is written to it goes nowhere. So a copy is an error, and a write is told. When the buffer is gathered they are ordinary
-parameters. Asking for anything but values (``requires_grad``, ``grad``, hooks) takes no longer than of those.
+is written to it goes nowhere. So a copy is an error, and a write or a read of values is told. When the buffer is
+gathered they are ordinary parameters. Asking for anything but values (``requires_grad``, ``grad``, hooks) takes no
+longer than of those.
 
 Parameters of a class that a library made keep it; they show their emptiness only by their shape.
 
@@ -13,7 +14,6 @@ silent. One parameter of a buffer is of a class that tells who asks for it then 
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
@@ -36,8 +35,6 @@ __all__ = [
     "GradientWatch",
     "ParamStatus",
     "Released",
-    "check_graph",
-    "explain_empty",
     "is_ordinary",
     "name_of",
     "tell_lost_write",
@@ -99,7 +96,13 @@ class ParamStatus(IntEnum):
 
 
 class AtRest(nn.Parameter):
-    """What all parameters at rest have in common."""
+    """What all parameters at rest have in common.
+
+    Attributes:
+        noticed: the class of those that notice more of what is done to them, and take longer for it.
+    """
+
+    noticed: type[AtRest] | None = None
 
     @property
     def ds_status(self) -> ParamStatus:
@@ -174,39 +177,6 @@ def _tell_read(param: Tensor, what: str) -> None:
     )
 
 
-_EMPTY_OPERAND = re.compile(r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)")  # in texts of torch
-_PENALTY = (
-    "between calls of the model, so a penalty on weights is made of nothing there. Compute it inside `with "
-    "deepspeed.zero.GatheredParameters(list(model.parameters())):`, before the model is called, or with backward() in "
-    "the block too"
-)
-
-
-def check_graph(param: Tensor) -> None:
-    """A parameter that is here now was in no graph that began when it was at rest.
-
-    Raises:
-        DsHfError: it was.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return  # inside torch.func, whose levels have no such graph
-    known = getattr(get_gradient_edge(param).node, "_input_metadata", ())
-    if known and tuple(known[0].shape) != tuple(param.shape):
-        raise DsHfError(
-            f"{name_of(param)} was in a computation with gradients: at ZeRO stage 3 its values are not here {_PENALTY}"
-        )
-
-
-def explain_empty(error: RuntimeError) -> None:
-    """Of backward.
-
-    Raises:
-        DsHfError: it looks as if it came of parameters at rest.
-    """
-    if _EMPTY_OPERAND.search(str(error)):
-        raise DsHfError(f"{error}. Parameters of ZeRO stage 3 have no values {_PENALTY}") from error
-
-
 def _check_reader(param: Tensor, reader: FrameType) -> None:
     """Of its address: safetensors writes what lies there."""
     if reader.f_globals.get("__name__") == "safetensors.torch":
@@ -258,7 +228,7 @@ class Released(AtRest):
 
 
 class _Nothing(Tensor):
-    """What ``.data`` and ``state_dict()`` show of a parameter at rest."""
+    """What ``.data``, ``state_dict()`` and casts show of a parameter at rest."""
 
     _of: nn.Parameter
 
@@ -272,18 +242,23 @@ class _Nothing(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _COPIES and isinstance(args[0], _Nothing):
+        name, param = getattr(func, "__name__", ""), tensors_of(_Nothing, (args, kwargs))[0]._of
+        if name in _COPIES:
             # no error: transformers' save_pretrained copies what it then leaves to the first process
-            warn_once(f"{_empty(args[0]._of, f'`.{name}()`')}", about="copies of parameters at rest")
-        if name == "pad" and args[0].__class__ is _Nothing and not any(args[1]):
+            warn_once(f"{_empty(param, f'`.{name}()`')}", about="copies of parameters at rest")
+        elif name == "pad" and not any(args[1]):
             return args[0]  # by nothing: transformers, when it ties weights
-        if name == "data_ptr":
-            _check_reader(args[0]._of, sys._getframe(1))
-        if name in _WRITES and isinstance(args[0], _Nothing):
-            _tell_write(args[0]._of, f"`.data.{name}()`")
+        elif name == "data_ptr":
+            _check_reader(param, sys._getframe(1))
+        elif name == "detach" and sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
+            _refuse_copy(param, "a parameter made of the values")
+        elif name in _WRITES and isinstance(args[0], _Nothing):
+            _tell_write(param, f"`.data.{name}()`")
+        elif _reads(func):
+            _tell_read(param, f"`{name}()`")
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        return cls.of(param, result) if name in _CASTS and type(result) is Tensor else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         _refuse_copy(self._of, "a copy")
@@ -301,35 +276,35 @@ def written_without_values(sentence: str) -> NoReturn:
 
 
 _COPIES = ("clone", "cpu", "cuda", "numpy", "tolist")
+_CASTS = ("to", "float", "double", "half", "bfloat16", "type", "contiguous", "detach")
 _NO_VALUES = ("requires_grad_", "share_memory_", "detach_", "rename_")  # change something else than values
-_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
+# Looked at, or given as a pattern, by those who do not want values: properties, storages, forms of new tensors.
+_WITHOUT_VALUES = {
+    *("__get__", "__set__", "__delete__", "__repr__", "__format__", "as_subclass", *_NO_VALUES),
+    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_offset"),
+    *("is_shared", "is_pinned", "is_inference"),
+    *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor")),
+    *("grad", "backward", "is_same_size", "result_type", "_has_compatible_shallow_copy_type"),
+}
 _WRITES = {
     *(name for name in dir(Tensor) if name.endswith("_") and name[0] != "_" and name not in _NO_VALUES),
-    *_OPERATORS,
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__"),
 }
-
-
-# Methods that look at values; others go unnoticed, as functions of torch do: to look there costs every access to an
-# attribute time.
+# Methods that look at values.
 _READS = {
     *("view", "reshape", "flatten", "ravel", "norm", "sum", "mean", "pow", "square", "abs", "std", "var", "max", "min"),
     *("item", "tolist", "numpy", "dot", "mm", "matmul", "mul", "add", "sub", "div", "isnan", "isinf", "isfinite"),
-    *(
-        "equal",
-        "allclose",
-        "unbind",
-        "split",
-        "chunk",
-        "transpose",
-        "t",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "__getitem__",
-    ),
+    *("equal", "allclose", "unbind", "split", "chunk", "transpose", "t", "permute", "unsqueeze", "squeeze"),
     *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")),
-    *("__matmul__", "__neg__"),
+    *("__matmul__", "__neg__", "__getitem__"),
 }
+
+
+def _reads(function: Any) -> bool:
+    """Whether a function of torch looks at the values of tensors that it is given."""
+    name = getattr(function, "__name__", "")
+    return not (function in HARMLESS or function in FORM or name in _WITHOUT_VALUES or name in _CASTS)
 
 
 def _telling(name: str, tell: Callable[[Tensor, str], None]) -> Callable[..., Any]:
@@ -342,10 +317,41 @@ def _telling(name: str, tell: Callable[[Tensor, str], None]) -> Callable[..., An
     return told
 
 
+def _casting(name: str) -> Callable[..., Tensor]:
+    method = getattr(Tensor, name)
+
+    def cast(param: Released, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = method(param, *args, **kwargs)
+        return _Nothing.of(param, result) if type(result) is Tensor else result
+
+    return cast
+
+
 for _name in _WRITES:
     setattr(Released, _name, _telling(_name, _tell_write))
 for _name in _READS:
     setattr(Released, _name, _telling(_name, _tell_read))
+for _name in set(_CASTS) - {"detach"}:
+    setattr(Released, _name, _casting(_name))
+
+
+class Noticed(Released):
+    """As ``Released``; functions of torch are noticed, too, for which every access to an attribute takes longer: so
+    one parameter of a buffer rests as this, in turns."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _reads(func):
+            name = func.__name__  # "_foreach_mul_" writes, "__mul__" does not
+            tell = _tell_write if name.endswith("_") and not name.endswith("__") else _tell_read
+            tell(tensors_of(Noticed, (args, kwargs))[0], f"`{name}()`")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+Released.noticed = Noticed
 
 
 # -- gradients that are elsewhere --------------------------------------------------------------------------------------

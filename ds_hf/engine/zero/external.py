@@ -8,20 +8,29 @@ the parameter's unit for the module's forward and backward.
 unit by itself tells the hooks when one of its parameters is read by name while none of its calls is open; they gather
 the unit until the model's call is over. Parameters inside blocks are read too often: a ``__getitem__`` in Python costs
 the host as much as half a view. Blocks have to be called, or registered as external.
+
+What is computed of parameters between calls of the model, as a penalty on weights, sees nothing: ``check_graph`` and
+``explain_empty`` say so where a graph shows it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from ds_hf.engine.zero.at_rest import name_of
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import DsHfError
 
 __all__ = [
     "ExternalParameters",
+    "check_graph",
+    "explain_empty",
     "external_parameters",
     "register_external_parameter",
     "unregister_external_parameter",
@@ -144,3 +153,38 @@ class ExternalParameters:
 
     def __call__(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((str(id(param)), param) for param in external_parameters(self.module))
+
+
+# -- between calls of the model ---------------------------------------------------------------------------------------
+
+_EMPTY_OPERAND = re.compile(r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)")  # in texts of torch
+_PENALTY = (
+    "between calls of the model, so a penalty on weights is made of nothing there. Compute it inside `with "
+    "deepspeed.zero.GatheredParameters(list(model.parameters())):`, before the model is called, or with backward() in "
+    "the block too"
+)
+
+
+def check_graph(param: Tensor) -> None:
+    """A parameter that is here now was in no graph that began when it was at rest.
+
+    Raises:
+        DsHfError: it was.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return  # inside torch.func, whose levels have no such graph
+    known = getattr(get_gradient_edge(param).node, "_input_metadata", ())
+    if known and tuple(known[0].shape) != tuple(param.shape):
+        raise DsHfError(
+            f"{name_of(param)} was in a computation with gradients: at ZeRO stage 3 its values are not here {_PENALTY}"
+        )
+
+
+def explain_empty(error: RuntimeError) -> None:
+    """Of backward.
+
+    Raises:
+        DsHfError: it looks as if it came of parameters at rest.
+    """
+    if _EMPTY_OPERAND.search(str(error)):
+        raise DsHfError(f"{error}. Parameters of ZeRO stage 3 have no values {_PENALTY}") from error

@@ -34,9 +34,8 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.events import Events
-from ds_hf.engine.zero.at_rest import check_graph
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
+from ds_hf.engine.zero.external import ExternalParameters, check_graph, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
