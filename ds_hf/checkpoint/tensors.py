@@ -14,9 +14,17 @@ from ds_hf.checkpoint.format import SavedBuffer, SavedCut, SavedFragment, SavedP
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import open_regular
 
-__all__ = ["StoredTensor", "TensorFiles"]
+__all__ = ["StoredTensor", "TensorFiles", "in_form_of"]
 
 _READ_AT_ONCE = 2**24  # elements of a fragment that is cut otherwise than what is wanted
+
+
+def in_form_of(target: Tensor, values: Tensor) -> Tensor:
+    """``values`` as ``target`` has them: fp8 that does not train is kept as bytes where parameters are sharded, and its
+    bytes are no numbers to be converted."""
+    narrow = {target.dtype, values.dtype} - {torch.uint8}
+    bytewise = target.dtype != values.dtype and len(narrow) == 1 and all(d.is_floating_point for d in narrow)
+    return values.view(target.dtype) if bytewise and max(map(Tensor.element_size, (target, values))) == 1 else values
 
 
 class TensorFiles:
@@ -58,7 +66,7 @@ class TensorFiles:
             if low < high:
                 shift = fragment.offset - fragment.start
                 values = self.piece(fragment.file, parameter.states[state]).read(low + shift, high + shift)
-                target[low - start : high - start].copy_(values)
+                target[low - start : high - start].copy_(in_form_of(target, values))
 
     def _fill_from_slice(
         self,
@@ -82,7 +90,7 @@ class TensorFiles:
             last = max(box.place([(high - 1, high) for _, high in part]) for box, _, part in pairs)
             values = self.piece(fragment.file, parameter.states[state]).read(first + shift, last + 1 + shift)
             for box, into, part in pairs:
-                into.view(target, start, part).copy_(box.view(values, first, part))
+                into.view(target, start, part).copy_(box.view(in_form_of(target, values), first, part))
 
     def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None, cut: SavedCut | None = None) -> Tensor:
         """The whole parameter, or a slice, in its shape; floating-point values in ``dtype`` if given."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -38,7 +38,13 @@ from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.schedules.build import build_scheduler
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
-from ds_hf.engine.parallel.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
+from ds_hf.engine.parallel.likeness import (
+    describe_listed,
+    describe_model,
+    describe_scheduler,
+    describe_settings,
+    describe_users_modules,
+)
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parallel.tensor.divide import check_whole, divide
 from ds_hf.engine.parallel.tensor.tokens import divide_tokens
@@ -110,7 +116,10 @@ def build_engine(
         claims = _all_claims(model, mpu, mesh_param, claims)
         settings, plan, shape, divides = _load(source, model, mpu, claims, compiled=compiled)
         others.compare(describe_settings(settings, optimizer, model_parameters, lr_scheduler))
-        others.compare(describe_model(model), _same_model(model, mpu), doubtful=describe_users_modules(model))
+        if isinstance(model_parameters, Iterator):
+            model_parameters = list(model_parameters)
+        described = describe_model(model) | describe_listed(model, optimizer, model_parameters)
+        others.compare(described, _same_model(model, mpu), doubtful=describe_users_modules(model))
         mesh = _make_mesh(settings, shape, model, mpu, divides=divides)
         if settings.log_level is not None:
             set_log_level_from_string(settings.log_level)

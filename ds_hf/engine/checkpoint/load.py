@@ -22,7 +22,7 @@ from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.plain import restore
 from ds_hf.checkpoint.source import CheckpointKind, Source
-from ds_hf.checkpoint.tensors import TensorFiles
+from ds_hf.checkpoint.tensors import TensorFiles, in_form_of
 from ds_hf.checkpoint.vocabulary import padded
 from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
@@ -306,7 +306,7 @@ def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) 
     loose = loose_parameters(engine)
     for name, param in loose.items():
         if name in fit.parameters:
-            param.copy_(files.value(fit.parameters[name], cut=cut_in(param)))
+            param.copy_(in_form_of(param, files.value(fit.parameters[name], cut=cut_in(param))))
     for buffer in dict.fromkeys(home.buffer for param in loose.values() if (home := home_of(param)) is not None):
         buffer.gather()
         buffer.write_back()  # of another engine that has some of these parameters too

@@ -36,6 +36,7 @@ __all__ = [
     "attach",
     "describe_arguments",
     "describe_config",
+    "describe_listed",
     "describe_model",
     "describe_scheduler",
     "describe_settings",
@@ -144,7 +145,30 @@ def describe_model(model: nn.Module) -> dict[str, str]:
         trained = "" if param.requires_grad else ", frozen"
         dtype = str(param.dtype).removeprefix("torch.")
         found[f"parameter {name}"] = f"{list(logical_shape(param))} {dtype}{trained}"
+    found |= {f"parameter {name} is tied to": first for name, first in _tied(model)}
     return found | describe_config(getattr(model, "config", None)) | _attributes(model, of_libraries=True)
+
+
+def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            yield name, first[id(param)]
+
+
+def describe_listed(model: nn.Module, optimizer: Any, model_parameters: Any) -> dict[str, str]:
+    """The group in which an optimizer, or who asks for one, lists each parameter."""
+    listed = optimizer.param_groups if isinstance(optimizer, Optimizer) else model_parameters
+    if not isinstance(listed, list | tuple):
+        return {}
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, dict) else None
+        for item in params if isinstance(params, list | tuple) else [params]:
+            group_of[id(item[-1] if isinstance(item, list | tuple) and item else item)] = number
+    named = model.named_parameters(remove_duplicate=False)
+    return {f"group of {name}": str(group_of[id(param)]) for name, param in named if id(param) in group_of}
 
 
 def describe_users_modules(model: nn.Module) -> dict[str, str]:

@@ -257,7 +257,7 @@ class Fp8(nn.Module):
         return F.linear(self.layer(x), self.frozen.to(x.dtype)).sum()
 
 
-def fp8(stage: int) -> None:
+def fp8(stage: int, folder: str) -> None:
     model = Fp8()
     expected = model.frozen.detach().clone()
     config = {
@@ -275,11 +275,21 @@ def fp8(stage: int) -> None:
         assert model.layer.weight.dtype == torch.bfloat16
         assert model.frozen.dtype == torch.float8_e4m3fn
         assert torch.equal(model.frozen.view(torch.uint8), expected.view(torch.uint8))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    for other in (1, 3):
+        model = Fp8()
+        model.frozen.data = torch.zeros_like(expected)
+        engine, *_ = ds_hf.initialize(model=model, config={**config, "zero_optimization": {"stage": other}})
+        engine.load_checkpoint(folder)
+        with GatheredParameters(model.parameters()):
+            assert torch.equal(model.frozen.view(torch.uint8), expected.view(torch.uint8)), other
+        engine.destroy()
 
 
 @STAGES
-def test_fp8_stays_as_it_is(stage: int) -> None:
-    run_distributed(fp8, 2, stage, timeout=60)
+def test_fp8_stays_as_it_is(stage: int, tmp_path: Path) -> None:
+    run_distributed(fp8, 2, stage, str(tmp_path), timeout=60)
 
 
 def test_complex_parameters_are_refused_as_such() -> None:
