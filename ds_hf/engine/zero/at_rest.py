@@ -411,7 +411,11 @@ class _WatchedAtRest(Released):
     grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
 
 
-_WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {nn.Parameter: _Watched, Released: _WatchedAtRest}
+_WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {
+    nn.Parameter: _Watched,
+    Released: _WatchedAtRest,
+    Noticed: _WatchedAtRest,
+}
 
 
 class GradientWatch:
@@ -446,7 +450,7 @@ class GradientWatch:
                 self.watched.append(param)
 
     def end(self) -> None:
-        """Before the step, or when gradients are dropped; parameters are of the classes that they were of."""
+        """Before the step, or when gradients are dropped; parameters are ordinary or at rest as they were."""
         for param in self.watched:
             for ordinary, watching in _WATCHING.items():
                 if type(param) is watching:
