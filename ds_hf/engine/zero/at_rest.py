@@ -411,11 +411,7 @@ class _WatchedAtRest(Released):
     grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
 
 
-_WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {
-    nn.Parameter: _Watched,
-    Released: _WatchedAtRest,
-    Noticed: _WatchedAtRest,
-}
+_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Released: _WatchedAtRest, Noticed: _WatchedAtRest}
 
 
 class GradientWatch:
