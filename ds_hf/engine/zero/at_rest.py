@@ -411,7 +411,7 @@ class _WatchedAtRest(Released):
     grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
 
 
-_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Released: _WatchedAtRest, Noticed: _WatchedAtRest}
+_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Noticed: _WatchedAtRest, Released: _WatchedAtRest}
 
 
 class GradientWatch:
@@ -446,7 +446,7 @@ class GradientWatch:
                 self.watched.append(param)
 
     def end(self) -> None:
-        """Before the step, or when gradients are dropped; parameters are ordinary or at rest as they were."""
+        """Before the step, or when gradients are dropped; parameters are ordinary, or notice reads until their use."""
         for param in self.watched:
             for ordinary, watching in _WATCHING.items():
                 if type(param) is watching:

@@ -258,6 +258,9 @@ def reads() -> list[str]:
     engine, lines, wrong = built(3), Lines(logging.WARNING), []
     logging.getLogger("ds_hf").addHandler(lines)
     params = list(engine.module.parameters())
+    for param in params:
+        param._ds_home.buffer.hold.turns = 0
+    train(engine)
     for name, read in READS.items():
         forget_said()
         lines.texts.clear()
