@@ -178,11 +178,8 @@ FEATURES = (
         lambda e: e.settings.ds_hf.qat and e.settings.ds_hf.qat.enabled and e.optimizer is not None,
         "modules.qat:attach",
     ),
-    Feature(
-        "compiled and captured blocks",
-        lambda e: e.settings.ds_hf.compile or e.settings.ds_hf.capture,
-        "modules.compiling:attach",
-    ),
+    # Also where the file asks for neither: a block's own compile() leads to the engine from the start.
+    Feature("compiled and captured blocks", lambda e: True, "modules.compiling:attach"),
     Feature("the line with which it begins", _speaks, "observe.progress:introduce"),
     Feature("what it prints of steps", _prints, "observe.progress:attach"),
     Feature(

@@ -41,6 +41,7 @@ __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "ru
 # What test modules import, as each rank imports the one that its function is from: a third of what ranks computed was
 # the same imports again.
 PRELOAD = [
+    "tests.helpers.uncollected",
     "ds_hf.deepspeed_api.initialize",
     "torch",
     "torch.distributed.checkpoint",

@@ -23,12 +23,19 @@ from torch.utils._pytree import tree_map_only
 from ds_hf.engine.zero.unit import in_backward, tensors_in
 from ds_hf.log import warn_once
 
-__all__ = ["EAGER", "Captures", "records"]
+__all__ = ["EAGER", "Captures", "captures_of", "records"]
 
 EAGER = "cudagraphs"  # torch's name of the backend that records what a block computes eagerly
 _MOST_SHAPES = 8  # dynamo compiles no function for more of them
 _MODES = {"reduce-overhead", "max-autotune"}
 _engines: WeakSet[Captures] = WeakSet()  # whose graphs share memory
+
+
+def captures_of(engine: Any) -> Captures:
+    """Those of ``engine``, which tells them of its steps."""
+    made = Captures(engine.reducer.lend)
+    engine.step_hooks.append(made.after_step)
+    return made
 
 
 def records(backend: Any, mode: str | None, options: Any) -> bool:

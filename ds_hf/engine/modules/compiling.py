@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -59,14 +60,17 @@ class ModuleCompiler:
     Args:
         hooked: the modules that have hooks; their ``compile()`` leads here.
         budget: of what backward needs, the fraction of bytes that compiled code may keep; ``None``: as torch is set.
-        captures: the blocks in CUDA graphs.
+        captures: makes what holds the blocks in CUDA graphs, when a module is compiled.
     """
 
     def __init__(
-        self, hooked: Iterable[nn.Module], budget: float | None = None, captures: Captures | None = None
+        self,
+        hooked: Iterable[nn.Module],
+        budget: float | None = None,
+        captures: Callable[[], Captures] = lambda: Captures(lambda: None),
     ) -> None:
         self.hooked = list(dict.fromkeys(hooked))
-        self.budget, self.captures = budget, captures or Captures(lambda: None)
+        self.budget, self._make_captures = budget, captures
         self._eager: set[nn.Module] = set()  # captured, and not compiled
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
@@ -76,6 +80,11 @@ class ModuleCompiler:
             module.__dict__["compile"] = StandIn(module, "compile", _Compile(self, module))
             if again:  # compiled before it had hooks
                 self.compile(module)
+
+    @cached_property
+    def captures(self) -> Captures:
+        """The blocks in CUDA graphs."""
+        return self._make_captures()
 
     def compile(self, module: nn.Module, *args: Any, **options: Any) -> None:
         """Compile ``module.forward``, or those of the modules with hooks inside of it if there are any.
@@ -134,6 +143,8 @@ class ModuleCompiler:
     @property
     def note(self) -> str:
         """For the line with which a run begins."""
+        if not self.compiled:
+            return ""
         ways = ["compiled"] * any(module not in self._eager for module in self.compiled)
         checkpointed = all(getattr(module, "gradient_checkpointing", False) for module in self.compiled)
         ways += ["captured"] * (self.captures.used and not checkpointed)  # a checkpointed block computes eagerly
@@ -155,7 +166,8 @@ class ModuleCompiler:
                 del module.__dict__["forward"]
                 if self.captures.used:  # graphs hold memory for as long as dynamo remembers the function
                     torch._dynamo.eval_frame.remove_from_cache(module.forward)
-        self.captures.close()
+        if "captures" in self.__dict__:
+            self.captures.close()
         self.hooked.clear()
         self.compiled.clear()
 
@@ -166,13 +178,15 @@ def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:
 
 
 def attach(engine: Any) -> None:
-    """Compile or capture the blocks of ``engine``."""
-    own = engine.settings.ds_hf
+    """Compile or capture the blocks of ``engine`` if the file says so; their own ``compile()`` leads to it anyway."""
+    compiler, own = engine.compiler, engine.settings.ds_hf
+    if not (own.compile or own.capture):
+        return
     why = _why_not_captured(engine) if own.capture else None
     if why is not None and engine.mesh.world.rank == 0:
         logger.warning('blocks are not captured ("ds_hf": {"capture": "blocks"}): %s', why)
-    engine.compiler.captures.asked = bool(own.capture) and why is None
-    if own.compile or engine.compiler.captures.asked:
+    compiler.captures.asked = bool(own.capture) and why is None
+    if own.compile or compiler.captures.asked:
         engine.compile(backend="inductor" if own.compile else EAGER)
 
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -88,9 +89,11 @@ def same_numbers(how: Callable[[Engine], None], modules: int, stages: Sequence[i
         plain = make(stage)
         expected, weights = train(plain), full_weights(plain.module)
         engine = make(stage)
-        how(engine)
-        assert engine.is_compiled
-        assert train(engine) == pytest.approx(expected, rel=1e-6)
+        with mock.patch.object(torch, "compile", wraps=torch.compile) as compiled:
+            how(engine)
+            assert engine.is_compiled
+            assert train(engine) == pytest.approx(expected, rel=1e-6)
+        assert [call.kwargs for call in compiled.call_args_list] == [{"backend": EAGER}] * modules
         for name, value in full_weights(engine.module).items():
             torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7)
         report = engine.compile_report()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -70,7 +69,8 @@ def measured(folder: str, name: str, own: str, natural: int, trained: int) -> No
         raise Ended
 
     further.leave = driver.leave = ended  # type: ignore[assignment]
-    torch.compile = functools.partial(torch.compile, backend="eager")  # without the compile times of inductor
+    real = torch.compile  # without the compile times of inductor, which the engine asks for by name
+    torch.compile = lambda *args, **options: real(*args, **{**options, "backend": "eager"})
     os.environ[TRIAL_ENV] = f"{folder}/request.json"
     torch.manual_seed(1)
     model = Net()
