@@ -40,6 +40,7 @@ HOOKS = {
     "accelerate.commands.launch": ("ds_hf.hf.accelerate_state", "wrap_launch"),
     "accelerate.data_loader": ("ds_hf.hf.accelerate_state", "wrap_data_loader"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
+    "peft.tuners.tuners_utils": ("ds_hf.hf.adapters", "wrap_tuners"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
     "transformers.integrations.deepspeed": ("ds_hf.hf.integration", "wrap_integration"),
     "transformers.generation.utils": ("ds_hf.hf.generation", "wrap_generation"),
@@ -89,6 +90,8 @@ def wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
 def unfit_hooks() -> dict[str, str]:
     """Targets of hooks that do not fit what is installed, and why. Imports all of them."""
     for target in HOOKS:
+        if find_spec(target.partition(".")[0]) is None:
+            continue  # peft is not needed
         try:
             importlib.import_module(target)
         except Exception as error:

@@ -12,16 +12,17 @@ are closed first, except those of which a view is still held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_hf.engine.zero.at_rest import FORM, HARMLESS, AtRest, tensors_of
-from ds_hf.engine.zero.buffer import BufferState, FlatBuffer, leave_home
+from ds_hf.engine.zero.at_rest import FORM, HARMLESS, AtRest, Released, tensors_of
+from ds_hf.engine.zero.buffer import BufferState, FlatBuffer, buffers_of, leave_home
 
-__all__ = ["ROOM_NBYTES", "OpenParameters"]
+__all__ = ["ROOM_NBYTES", "OpenParameters", "opening", "rest_as"]
 
 ROOM_NBYTES = 64 << 20
 
@@ -100,6 +101,33 @@ class OpenParameters:
             buffer.release(spare_users=True)
         else:  # another tensor was put in: an ordinary parameter again, to be sharded as it is now
             leave_home(param)
+
+
+@contextmanager
+def opening(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters that ``Init`` sharded and that no engine has yet open themselves inside, as in its constructors:
+    adapters are made around such weights, by decompositions, norms or shapes of them. Collective where one is read."""
+    opened = OpenParameters()
+    buffers = [each for each in buffers_of(params) if each.rests_as is Released and each.states is None]
+    buffers = [each for each in buffers if len(each.params) == 1]
+    rest_as(buffers, opened.rests_as)
+    try:
+        yield
+        opened.close()
+    except BaseException:
+        opened.abandon()
+        raise
+    finally:
+        rest_as(buffers, Released)
+
+
+def rest_as(buffers: Iterable[FlatBuffer], kind: type[AtRest]) -> None:
+    """Parameters of ``buffers`` are of this class from now on while they are at rest."""
+    for buffer in buffers:
+        buffer.rests_as = kind
+        for param in buffer.params:
+            if isinstance(param, AtRest):
+                param.__class__ = kind
 
 
 def _nbytes(buffer: FlatBuffer) -> int:

@@ -405,6 +405,8 @@ class UnitHooks:
         unit = self.unit_of.get(id(param))
         if unit is not None and unit.sharded:
             self._scope(module, unit)
+            if self._open:  # registered inside the call that uses it, as PEFT does in that of AdaLoRA's model
+                self._on_read(unit, param)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

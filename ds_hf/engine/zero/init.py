@@ -30,7 +30,7 @@ from ds_hf.engine.comm.mesh import Axis, compute_device, data_parallel_axis
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
-from ds_hf.engine.zero.building import OpenParameters
+from ds_hf.engine.zero.building import OpenParameters, rest_as
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.fp32_buffers import keep_buffers_in_fp32, keep_in_fp32_pattern, lists_of
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -186,11 +186,7 @@ class Init:
                 self._undo.pop()()
             self._building.clear()
             self._rests_as = Released
-            for buffer in self._buffers:
-                buffer.rests_as = Released
-                for param in buffer.params:
-                    if isinstance(param, AtRest):
-                        param.__class__ = Released
+            rest_as(self._buffers, Released)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         had, before = name in vars(owner), vars(owner).get(name)

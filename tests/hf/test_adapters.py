@@ -1,0 +1,95 @@
+"""PEFT's methods that read the weights they adapt, made around a model that ``from_pretrained`` has sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_hf
+from ds_hf.engine.zero.at_rest import Released
+from ds_hf.engine.zero.gather import GatheredParameters
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, full_weights
+
+TARGETS = ["q_proj", "down_proj"]
+METHODS: dict[str, dict[str, Any]] = {
+    "LoHa": {"r": 2},  # takes the shape of the weight
+    "Delora": {"r": 2},  # its norms
+    "OSF": {},  # its singular vectors
+    "Frod": {},  # all of them, before any adapter is there
+    "AdaLora": {"target_r": 2, "init_r": 4, "total_step": 50, "tinit": 1, "tfinal": 1},  # reads its own in the forward
+}
+
+
+def adapted(model: LlamaForCausalLM, method: str) -> Any:
+    config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", target_modules=TARGETS, **METHODS[method])
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, config).train()
+
+
+def tokens(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train_both(folder: str, methods: list[str]) -> dict[str, tuple[float, float]]:
+    """The largest difference of the losses and of the weights from PEFT's alone, after two steps, by method."""
+    found = {}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rate = {"type": "SGD", "params": {"lr": 0.1}}
+    settings = base_config(3, optimizer=rate, gradient_clipping=0.0)
+    for method in methods:
+        plain = adapted(LlamaForCausalLM.from_pretrained(folder), method)
+        start = {name: value.clone() for name, value in plain.state_dict().items()}
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        losses = []
+        for step in range(2):
+            for each in range(world):
+                loss = plain(input_ids=tokens(step, each), labels=tokens(step, each)).loss
+                (loss / world).backward()
+                losses += [loss.item()] if each == rank else []
+            optimizer.step()
+            optimizer.zero_grad()
+
+        alive = HfDeepSpeedConfig({**settings, "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * world})
+        model = adapted(LlamaForCausalLM.from_pretrained(folder), method)
+        resting = {type(param) for param in model.parameters() if not param.numel()}
+        assert resting == {Released}, resting
+        for name, param in model.named_parameters():  # what was drawn at random
+            with GatheredParameters([param], modifier_rank=0):
+                if param.requires_grad:
+                    param.data.copy_(start[name])
+        engine = ds_hf.initialize(model=model, config=settings)[0]
+        far = []
+        for step in range(2):
+            loss = engine(input_ids=tokens(step, rank), labels=tokens(step, rank)).loss
+            engine.backward(loss)
+            engine.step()
+            far.append(abs(loss.item() - losses[step]))
+        weights, wanted = full_weights(model), plain.state_dict()
+        assert weights.keys() <= wanted.keys()
+        found[method] = max(far), max((weights[n].float() - wanted[n].float()).abs().max().item() for n in weights)
+        engine.destroy()
+        del alive
+    return found
+
+
+def test_methods_that_read_weights_at_stage_3(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    shape = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    methods = [method for method in METHODS if hasattr(peft, f"{method}Config")]
+    assert "LoHa" in methods
+    for found in run_distributed(train_both, 2, str(tmp_path), methods):
+        for method, (loss, weights) in found.items():
+            assert loss == pytest.approx(0, abs=2e-6), method
+            assert weights == pytest.approx(0, abs=2e-6), method
