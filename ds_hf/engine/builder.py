@@ -116,10 +116,7 @@ def build_engine(
         claims = _all_claims(model, mpu, mesh_param, claims)
         settings, plan, shape, divides = _load(source, model, mpu, claims, compiled=compiled)
         others.compare(describe_settings(settings, optimizer, model_parameters, lr_scheduler))
-        if isinstance(model_parameters, Iterator):
-            model_parameters = list(model_parameters)
-        described = describe_model(model) | describe_listed(model, optimizer, model_parameters)
-        others.compare(described, _same_model(model, mpu), doubtful=describe_users_modules(model))
+        model_parameters = _compare_models(others, model, mpu, optimizer, model_parameters)
         mesh = _make_mesh(settings, shape, model, mpu, divides=divides)
         if settings.log_level is not None:
             set_log_level_from_string(settings.log_level)
@@ -278,6 +275,16 @@ def _training_ranks(mpu: Any, claims: Sequence[Claim]) -> list[int]:
     if mpu is not None and all(claim.size == 1 or claim.axis == "data" for claim in claims):
         return dist.get_process_group_ranks(mpu.get_data_parallel_group())  # the others may train something else
     return list(range(dist.get_world_size()))
+
+
+def _compare_models(
+    others: Building, model: nn.Module, mpu: Any, optimizer: Any, listed: Iterable[Any] | None
+) -> Iterable[Any] | None:
+    """Whether all processes have the same; ``listed`` parameters come back, to be read again."""
+    listed = list(listed) if isinstance(listed, Iterator) else listed
+    described = describe_model(model) | describe_listed(model, optimizer, listed)
+    others.compare(described, _same_model(model, mpu), doubtful=describe_users_modules(model))
+    return listed
 
 
 def _same_model(model: nn.Module, mpu: Any) -> list[int] | None:

@@ -131,9 +131,7 @@ class UnitHooks:
         self._in_graphs: list[FlatBuffer] = []  # buffers that graphs of gradients use
         self._graphs_are_over = False  # an ordinary backward has come since
         self._makes_graph = False  # the present backward is none
-        self._graphs_to_check = (
-            4 if shards else 0
-        )  # calls of the model in which early uses of parameters are looked for
+        self._graphs_to_check = 4 if shards else 0  # calls of the model in which early uses are looked for
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.needs_scale = needs_scale
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
