@@ -24,12 +24,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "Delora": {"r": 2},  # its norms
     "OSF": {},  # its singular vectors
     "Frod": {},  # all of them, before any adapter is there
+    "LNTuning": {"target_modules": ["input_layernorm"]},  # copies them
     "AdaLora": {"target_r": 2, "init_r": 4, "total_step": 50, "tinit": 1, "tfinal": 1},  # reads its own in the forward
 }
 
 
 def adapted(model: LlamaForCausalLM, method: str) -> Any:
-    config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", target_modules=TARGETS, **METHODS[method])
+    given = {"task_type": "CAUSAL_LM", "target_modules": TARGETS, **METHODS[method]}
+    config = getattr(peft, f"{method}Config")(**given)
     torch.manual_seed(5)
     return peft.get_peft_model(model, config).train()
 
@@ -60,7 +62,8 @@ def train_both(folder: str, methods: list[str]) -> dict[str, tuple[float, float]
         alive = HfDeepSpeedConfig({**settings, "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * world})
         model = adapted(LlamaForCausalLM.from_pretrained(folder), method)
         resting = {type(param) for param in model.parameters() if not param.numel()}
-        assert resting == {Released}, resting
+        assert resting, "from_pretrained has sharded it"
+        assert all(issubclass(kind, Released) for kind in resting), resting
         for name, param in model.named_parameters():  # what was drawn at random
             with GatheredParameters([param], modifier_rank=0):
                 if param.requires_grad:

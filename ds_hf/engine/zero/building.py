@@ -138,6 +138,7 @@ class _Building(AtRest):
     """A parameter at rest while ``Init`` is active."""
 
     opened: OpenParameters
+    __deepcopy__ = Released.__deepcopy__  # sharded, as it is
 
     @classmethod
     def __torch_function__(
