@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "FORMAT",
     "LATEST",
     "MANIFEST",
+    "ORDERED_VERSION",
     "SCRIPT",
     "SLICED_VERSION",
     "VERSION",
@@ -31,6 +32,7 @@ __all__ = [
 FORMAT = "ds_hf checkpoint"
 VERSION = 1  # of a checkpoint without slices, which the first version of ds_hf reads as well
 SLICED_VERSION = 2
+ORDERED_VERSION = 3  # has parameters whose dims lie in another order
 MANIFEST = "manifest.json"
 LATEST = "latest"
 SCRIPT = "zero_to_fp32.py"
@@ -78,7 +80,10 @@ class SavedFragment:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """One parameter; ``states`` maps "master", "weight", "exp_avg", ... to tensor keys."""
+    """One parameter; ``states`` maps "master", "weight", "exp_avg", ... to tensor keys.
+
+    With an ``order``, elements of fragments are counted in the parameter with its dims permuted so.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -86,6 +91,7 @@ class SavedParameter:
     states: dict[str, str]
     fragments: tuple[SavedFragment, ...]
     scalars: dict[str, Any]
+    order: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def numel(self) -> int:

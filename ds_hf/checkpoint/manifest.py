@@ -21,6 +21,7 @@ from ds_hf.checkpoint.checksum import checksum_of_file
 from ds_hf.checkpoint.format import (
     FORMAT,
     MANIFEST,
+    ORDERED_VERSION,
     SLICED_VERSION,
     VERSION,
     SavedBuffer,
@@ -193,9 +194,9 @@ class _ManifestParser:
         if content.get("format") != FORMAT:
             self._fail(f"it does not say format {FORMAT!r}")
         version = content.get("version")
-        if type(version) is not int or version not in (VERSION, SLICED_VERSION):
-            self._fail(f"it has version {version!r}; this ds_hf reads {VERSION} and {SLICED_VERSION}: update ds_hf")
-        if version == SLICED_VERSION:
+        if type(version) is not int or version not in (VERSION, SLICED_VERSION, ORDERED_VERSION):
+            self._fail(f"it has version {version!r}; this ds_hf reads {VERSION} to {ORDERED_VERSION}: update ds_hf")
+        if version != VERSION:
             self.cuts = [self._cut(entry) for entry in self._of(list, content.get("cuts"), "cuts")]
         for name, nbytes in self._of(dict, content.get("files"), "files").items():
             self._plain_file(name)
@@ -288,7 +289,10 @@ class _ManifestParser:
             self._fail(f"the fragments of {name} {fault}")
         scalars = self._of(dict, entry.get("scalars", {}), f"scalars of {name}")
         trainable = self._of(bool, entry.get("trainable"), f"trainable of {name}")
-        return SavedParameter(name, shape, trainable, states, tuple(fragments), scalars)
+        order = [self._count(n, f"order of {name}") for n in self._of(list, entry.get("order", []), f"order of {name}")]
+        if order and sorted(order) != [*range(len(shape))]:
+            self._fail(f"the order of {name} is not one of its {len(shape)} dims")
+        return SavedParameter(name, shape, trainable, states, tuple(fragments), scalars, order=tuple(order))
 
     def _fragment(self, name: str, row: Any) -> SavedFragment:
         if not isinstance(row, list) or len(row) not in (4, 5):

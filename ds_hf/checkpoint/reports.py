@@ -15,7 +15,7 @@ from typing import Any
 from ds_hf.checkpoint.boxes import cover_fault
 from ds_hf.checkpoint.checksum import add, hexadecimal
 from ds_hf.checkpoint.files import tensors_name
-from ds_hf.checkpoint.format import SLICED_VERSION, SavedCut, SavedFragment
+from ds_hf.checkpoint.format import ORDERED_VERSION, SLICED_VERSION, SavedCut, SavedFragment
 from ds_hf.errors import CheckpointError
 
 __all__ = ["RankReport", "buffer_key", "complete", "flat_key", "loose_key"]
@@ -102,10 +102,14 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
     if description["groups"] is not None:
         description["groups"] = _groups(description["groups"], reports)
     sums, without = _digests(reports)
-    slices = {"version": SLICED_VERSION, "cuts": [[c.dim, [list(pair) for pair in c.ranges]] for c in cuts]}
+    ordered = any(entry.get("order") for entry in parameters.values())
+    slices = {
+        "version": ORDERED_VERSION if ordered else SLICED_VERSION,
+        "cuts": [[c.dim, [list(pair) for pair in c.ranges]] for c in cuts],
+    }
     return {
         **description,
-        **(slices if cuts else {}),
+        **(slices if cuts or ordered else {}),
         "parameters": parameters,
         "excluded": list(excluded),
         "tied": tied,
@@ -140,7 +144,8 @@ def _merge(found: dict[str, Json | None], name: str, entry: Json, rank: int, tab
     known = found.get(name)
     alike = ("shape", "dtype", "trainable")
     if known is None:
-        known = found[name] = {key: entry[key] for key in alike} | {"states": {}, "fragments": []}
+        fixed = (*alike, *(("order",) if "order" in entry else ()))
+        known = found[name] = {key: entry[key] for key in fixed} | {"states": {}, "fragments": []}
     for key in alike:
         if known[key] != entry[key]:
             raise CheckpointError(

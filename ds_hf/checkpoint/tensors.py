@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ _READ_AT_ONCE = 2**24  # elements of a fragment that is cut otherwise than what 
 
 
 def in_form_of(target: Tensor, values: Tensor) -> Tensor:
-    """``values`` as ``target`` has them: fp8 that does not train is kept as bytes where parameters are sharded, and its
-    bytes are no numbers to be converted."""
+    """``values`` as ``target`` has them: older versions saved what is no plain number as bytes where parameters were
+    sharded, wider elements as a row of them, and bytes are no numbers to be converted."""
+    if values.dtype is torch.uint8 and values.shape == (target.nbytes,) != target.shape:
+        return values.view(target.dtype).view(target.shape)
     narrow = {target.dtype, values.dtype} - {torch.uint8}
     bytewise = target.dtype != values.dtype and len(narrow) == 1 and all(d.is_floating_point for d in narrow)
     return values.view(target.dtype) if bytewise and max(map(Tensor.element_size, (target, values))) == 1 else values
@@ -58,6 +61,9 @@ class TensorFiles:
             cut: the slice of the parameter whose elements are counted, however those in the files are cut.
         """
         end = start + target.numel()
+        if parameter.order:
+            target.copy_(self._in_order(parameter, state, cut, target.dtype).reshape(-1)[start:end])
+            return
         for fragment in parameter.fragments:
             if fragment.cut != cut:
                 self._fill_from_slice(target, parameter, state, fragment, start, cut)
@@ -67,6 +73,21 @@ class TensorFiles:
                 shift = fragment.offset - fragment.start
                 values = self.piece(fragment.file, parameter.states[state]).read(low + shift, high + shift)
                 target[low - start : high - start].copy_(in_form_of(target, values))
+
+    def _in_order(self, parameter: SavedParameter, state: str, cut: SavedCut | None, dtype: torch.dtype) -> Tensor:
+        """The whole of a state, or a slice, with its dims in the order of the model."""
+
+        def permuted(cut: SavedCut | None) -> SavedCut | None:
+            return None if cut is None else replace(cut, dim=order.index(cut.dim))
+
+        order = parameter.order
+        shape = tuple(parameter.shape[dim] for dim in order)
+        fragments = tuple(replace(each, cut=permuted(each.cut)) for each in parameter.fragments)
+        lying = replace(parameter, shape=shape, fragments=fragments, order=())
+        wanted = permuted(cut)
+        value = torch.empty(shape if wanted is None else wanted.shape(shape), dtype=dtype)
+        self.fill(value.view(-1), lying, state, 0, wanted)
+        return value.permute([order.index(dim) for dim in range(len(order))])
 
     def _fill_from_slice(
         self,
@@ -104,6 +125,12 @@ class TensorFiles:
         value = torch.empty(shape, dtype=stored)
         self.fill(value.view(-1), parameter, parameter.value_state, 0, cut)
         return value
+
+    def holds_bytes(self, parameter: SavedParameter) -> bool:
+        """Whether it is among the bytes of a flat buffer, as older versions wrote what is no plain number."""
+        key = parameter.states[parameter.value_state]
+        found = key.startswith("flat.") and parameter.fragments
+        return bool(found) and self.piece(parameter.fragments[0].file, key).dtype is torch.uint8
 
     def buffer(self, buffer: SavedBuffer) -> Tensor:
         """A buffer of the module."""

@@ -201,7 +201,7 @@ def test_slices_that_do_not_tile_a_parameter(case: str, tmp_path: Path) -> None:
         ("cuts", [[0, [[0, -6]]]], "range of a cut is negative"),
         ("cuts", [], "has cut 0, which is not among its cuts"),
         ("version", 1, "has cut 0, which is not among its cuts"),
-        ("version", 3, "it has version 3; this ds_hf reads 1 and 2: update ds_hf"),
+        ("version", 4, "it has version 4; this ds_hf reads 1 to 3: update ds_hf"),
         ("version", True, "it has version True"),
     ],
 )

@@ -51,6 +51,7 @@ from ds_hf.engine.checkpoint.live import (
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import whole_shape
+from ds_hf.engine.zero.layout import Fragment
 from ds_hf.log import warn_once
 
 __all__ = ["Part", "gather_part", "live_entries", "write_part"]
@@ -148,7 +149,10 @@ def live_entries(
         if not any(written):
             continue
         _report_fragments(engine, index, buffer, written, report)
-        entries.update(_value_entry(engine, index, buffer, report))
+        if buffer.dtype is torch.uint8:
+            entries.update(_own_entries(engine, buffer, report))
+        else:
+            entries.update(_value_entry(engine, index, buffer, report))
         if engine.optimizer is not None and engine.optimizer.updates(buffer):
             _report_states(engine, index, buffer, report, irregular)
             entries.update(_moment_entries(engine, index, buffer, report))
@@ -168,7 +172,8 @@ def _report_fragments(
         rows.setdefault(fragment.slot.index, []).append(row)
     for slot, name, param in zip(buffer.layout.slots, names_of(engine, buffer), buffer.params, strict=True):
         if written[slot.index] and (slot.index in rows or (slot.numel == 0 and buffer.axis.rank == 0)):
-            report.parameters[name] = _entry(param, slot.shape, buffer.dtype, value, flat_key(index, value))
+            dtype, shape = buffer.form_of(slot)
+            report.parameters[name] = _entry(param, shape, dtype, value, flat_key(index, value))
             report.parameters[name]["fragments"] = rows.get(slot.index, [])
 
 
@@ -205,6 +210,50 @@ def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer, report:
     dtype = engine.optimizer.master_dtype(buffer) if updated and engine.optimizer is not None else buffer.dtype
     stretches = _stretches(engine, buffer, name, report)
     return {flat_key(index, name): TensorEntry((buffer.layout.shard_numel,), dtype, values, stretches)}
+
+
+def _own_entries(engine: Checkpointable, buffer: FlatBuffer, report: RankReport) -> dict[str, TensorEntry]:
+    """What this rank's shard has of packed parameters: a tensor for each, in its dtype, as other stages have it."""
+    names, entries = names_of(engine, buffer), {}
+    for fragment in buffer.layout.fragments(buffer.axis.rank):
+        name, param = names[fragment.slot.index], buffer.params[fragment.slot.index]
+        entry, own = report.parameters.get(name), _Own(buffer, fragment)
+        if entry is None:
+            continue
+        start, numel = own.place
+        entry["states"], entry["fragments"] = {"weight": loose_key(name)}, [[start, 0, numel]]
+        stretches: tuple[StateStretch, ...] = ()
+        if order := buffer.order_of(fragment.slot):  # sums are of elements in the order of the model
+            entry["order"] = order
+        else:
+            stretches = (StateStretch(name, "weight", start, 0, numel, tuple(entry["shape"]), cut_in(param)),)
+        entries[loose_key(name)] = TensorEntry((numel,), buffer.form_of(fragment.slot)[0], own, stretches)
+    return entries
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What the rank's shard has of one packed parameter."""
+
+    buffer: FlatBuffer
+    fragment: Fragment
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The first of the elements in the parameter, and how many there are."""
+        itemsize = self.buffer.form_of(self.fragment.slot)[0].itemsize
+        return self.fragment.start // itemsize, self.fragment.numel // itemsize
+
+    def value(self) -> Tensor:
+        return self.buffer.piece_of(self.buffer.owned(whole=False, write=False), self.fragment)[1]
+
+    def fill(self, target: Tensor) -> None:
+        """Copy them."""
+        target.copy_(self.value(), non_blocking=True)
+
+    def part(self, offset: int, numel: int) -> Tensor:
+        """Some of them."""
+        return self.value()[offset : offset + numel]
 
 
 @dataclass(frozen=True)

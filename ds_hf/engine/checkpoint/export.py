@@ -128,7 +128,8 @@ def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spe
     specs = []
     for buffer in flat_buffers(engine):
         for name, slot, param in zip(names_of(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
-            specs.append(Spec(name, tuple(whole_shape(param, slot.shape)), floating(dtype, buffer.dtype)))
+            kept, shape = buffer.form_of(slot)
+            specs.append(Spec(name, tuple(whole_shape(param, shape)), floating(dtype, kept)))
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
         specs.append(Spec(name, tuple(whole_shape(value, value.shape)), floating(dtype, value.dtype)))
     return specs

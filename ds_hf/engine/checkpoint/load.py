@@ -286,9 +286,15 @@ def _read_into(
     for fragment in buffer.layout.fragments(buffer.axis.rank, whole=whole):
         saved = fit.parameters.get(names[fragment.slot.index])
         if saved is not None:
-            part = target[fragment.shard_start : fragment.shard_start + fragment.numel]
-            cut = cut_in(buffer.params[fragment.slot.index])
-            files.fill(part, saved, saved.value_state, fragment.start, cut)
+            start, part = buffer.piece_of(target, fragment)
+            order, cut = buffer.order_of(fragment.slot), cut_in(buffer.params[fragment.slot.index])
+            if buffer.dtype is torch.uint8 and files.holds_bytes(saved):  # of older versions, as they lie here
+                files.fill(part.view(target.dtype), saved, saved.value_state, fragment.start, cut)
+            elif order:
+                lying = files.value(saved, cut=cut).permute(order).reshape(-1)
+                part.copy_(in_form_of(part, lying[start : start + part.numel()]))
+            else:
+                files.fill(part, saved, saved.value_state, start, cut)
 
 
 def _read_by_all(engine: Checkpointable, buffer: FlatBuffer) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_hf.checkpoint.format import MANIFEST, SavedBuffer, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.source import CheckpointKind, Source
@@ -250,6 +252,7 @@ def check_fit(
         CheckpointError: it lists every name and shape that does not fit.
     """
     shapes, frozen = model_shapes(engine)
+    rows = _rows_of_bytes(engine)
     buffers, tied_buffers = module_buffers(engine.module)
     buffers = {name: value for name, value in buffers.items() if name not in holders.own}
     further = {**aliases(engine), **tied_buffers}
@@ -272,6 +275,9 @@ def check_fit(
     )
     if lenient_names:
         return fit
+    for name in shapes.keys() & fit.parameters.keys():
+        if fit.parameters[name].shape == rows.get(name) and _kept_as(manifest, fit.parameters[name]) == "uint8":
+            shapes[name] = rows[name]
     _check_shapes(manifest, shapes, {name: tuple(b.shape) for name, b in buffers.items()}, fit)
     _check_blocks(engine, manifest, fit)
     left_out = manifest.excluded & {*frozen, *buffers}
@@ -285,6 +291,22 @@ def check_fit(
     unexpected = [n for n in saved if n not in known and n not in used]
     _report(manifest, missing, unexpected, strict, holders.rank)
     return fit
+
+
+def _kept_as(manifest: Manifest, saved: SavedParameter) -> Any:
+    entries = manifest.extra.get("parameters")
+    entry = entries.get(saved.name) if isinstance(entries, dict) else None
+    return entry.get("dtype") if isinstance(entry, dict) else None
+
+
+def _rows_of_bytes(engine: Checkpointable) -> dict[str, tuple[int, ...]]:
+    """As what older versions saved wide elements that are no plain numbers, where parameters were sharded."""
+    rows: dict[str, tuple[int, ...]] = {name: (loose.nbytes,) for name, loose in loose_parameters(engine).items()}
+    for buffer in flat_buffers(engine):
+        if buffer.dtype is torch.uint8:
+            shapes = (tuple(slot.shape) for slot in buffer.layout.slots)
+            rows.update(zip(names_of(engine, buffer), shapes, strict=True))
+    return rows
 
 
 def _check_blocks(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
@@ -313,7 +335,7 @@ def model_shapes(engine: Checkpointable) -> tuple[dict[str, tuple[int, ...]], se
     frozen: set[str] = set()
     for buffer in flat_buffers(engine):
         for name, slot, param in zip(names_of(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
-            shapes[name] = tuple(whole_shape(param, slot.shape))
+            shapes[name] = tuple(whole_shape(param, buffer.form_of(slot)[1]))
             if buffer.frozen:
                 frozen.add(name)
     for name, loose in loose_parameters(engine).items():

@@ -32,7 +32,7 @@ from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.events import Waits
 from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, tell_lost_write, wake
 from ds_hf.engine.zero.gathering import Gathering
-from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Labels, Slot
+from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Fragment, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
 from ds_hf.engine.zero.pending import can_be_pending, mark_arrived, mark_pending
 from ds_hf.engine.zero.replicas import Replicas
@@ -219,6 +219,18 @@ class FlatBuffer:
 
     def _stored_shapes(self) -> list[torch.Size]:
         return [logical_shape(p) for p in self.params]
+
+    def form_of(self, slot: Slot) -> tuple[torch.dtype, torch.Size]:
+        """In which dtype and shape files have the values of a slot, however they lie here."""
+        return self.dtype, slot.shape
+
+    def order_of(self, slot: Slot) -> tuple[int, ...]:
+        """The dims of a slot's parameter in the order in which they lie here, if that is another."""
+        return ()
+
+    def piece_of(self, flat: Tensor, fragment: Fragment) -> tuple[int, Tensor]:
+        """The elements of ``fragment`` in ``flat`` as ``form_of`` has them, and the first one's place in the whole."""
+        return fragment.start, flat[fragment.shard_start : fragment.shard_start + fragment.numel]
 
     # -- taking values over -------------------------------------------------------------------------------------
 
@@ -586,7 +598,8 @@ def leave_home(param: Tensor) -> None:
 
 def own_dtype(param: Tensor) -> torch.dtype:
     """Dtype of the parameter's values, also while it is released."""
-    return param.dtype if (home := home_of(param)) is None else home.buffer.dtype
+    home = home_of(param)
+    return param.dtype if home is None or home.slot.index < 0 else home.buffer.dtype  # -1: of bytes, each its own
 
 
 def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:

@@ -18,7 +18,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.at_rest import is_ordinary
 from ds_hf.engine.zero.buffer import FlatBuffer, _mark, buffers_of, unshard
-from ds_hf.engine.zero.layout import Slot
+from ds_hf.engine.zero.layout import Fragment, Slot
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.storage import ShardStorage
 from ds_hf.errors import ConfigError
@@ -145,6 +145,22 @@ class PackedBuffer(FlatBuffer):
         """Of one-byte numbers their own; else a row of bytes."""
         forms = zip(self.params, self._forms, strict=True)
         return [s if d.itemsize == 1 else torch.Size([part.numel() * d.itemsize]) for part, (d, s, _) in forms]
+
+    def form_of(self, slot: Slot) -> tuple[torch.dtype, torch.Size]:
+        return self._forms[slot.index][:2]
+
+    def order_of(self, slot: Slot) -> tuple[int, ...]:
+        _, shape, strides = self._forms[slot.index]
+        order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+        lying = torch.empty(tuple(shape[dim] for dim in order), device="meta").stride()
+        plain = strides == torch.empty(shape, device="meta").stride() or lying != tuple(strides[dim] for dim in order)
+        return () if plain else tuple(order)
+
+    def piece_of(self, flat: Tensor, fragment: Fragment) -> tuple[int, Tensor]:
+        """Shards end between elements: the alignment in bytes is a multiple of every element."""
+        dtype = self._forms[fragment.slot.index][0]
+        start, piece = super().piece_of(flat, fragment)
+        return start // dtype.itemsize, piece.view(dtype)
 
     @torch.no_grad()
     def adopt(self, *, synchronize: bool = True) -> Tensor:

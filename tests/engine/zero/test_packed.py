@@ -10,9 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.engine.checkpoint import contents
+from ds_hf.engine.checkpoint.live import flat_buffers
+from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import cut_of, even_cut, set_cut
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.packed import PackedBuffer, check_packed, is_packed, move_packed, packed_parts
@@ -290,6 +295,75 @@ def fp8(stage: int, folder: str) -> None:
 @STAGES
 def test_fp8_stays_as_it_is(stage: int, tmp_path: Path) -> None:
     run_distributed(fp8, 2, stage, str(tmp_path), timeout=60)
+
+
+def _frozen_values() -> dict[str, Tensor]:
+    """Of each kind that is no plain number; two are transposed."""
+    numbers = torch.arange(-18, 17).view(5, 7)
+    values = {str(dtype): numbers.to(dtype) * 3 for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)}
+    values |= {"uint8": numbers.abs().to(torch.uint8) + 99, "bool": numbers % 3 == 0}
+    values |= {"fp8": numbers.to(torch.float8_e4m3fn), "complex": torch.complex(numbers + 0.5, numbers * 2.0)}
+    columns = {"fp8_columns": values["fp8"].t().contiguous().t(), "int_columns": numbers.int().t().contiguous().t()}
+    return {name.replace(".", "_"): value for name, value in {**values, **columns, "scalar": numbers[0, 0]}.items()}
+
+
+class Kinds(nn.Module):
+    def __init__(self, *, empty: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        for name, value in _frozen_values().items():
+            setattr(self, name, nn.Parameter(torch.zeros_like(value) if empty else value, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()
+
+
+def _kinds_engine(stage: int, *, empty: bool) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    return ds_hf.initialize(model=Kinds(empty=empty), config=config)[0]
+
+
+def _check_kinds(found: dict[str, Tensor], *, widened: bool = False) -> None:
+    for name, value in _frozen_values().items():
+        value = value.float() if widened and value.is_floating_point() else value
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        both = (torch.atleast_1d(each.detach()).contiguous().view(torch.uint8) for each in (found[name], value))
+        assert torch.equal(*both), name
+
+
+def save_kinds(stage: int, folder: str) -> None:
+    engine = _kinds_engine(stage, empty=False)
+    engine.save_checkpoint(folder)
+    engine.export_pretrained(f"{folder}/whole")
+    if stage == 3:  # as older versions did, where fp8 and integers were bytes of the flat buffer in the order in memory
+        for name in ("form_of", "order_of", "piece_of"):
+            setattr(PackedBuffer, name, getattr(FlatBuffer, name))
+        contents._own_entries = lambda e, b, report: contents._value_entry(e, flat_buffers(e).index(b), b, report)  # type: ignore[assignment]
+        engine.save_checkpoint(f"{folder}/old")
+
+
+def load_kinds(stage: int, folders: list[str]) -> None:
+    for folder in folders:
+        engine = _kinds_engine(stage, empty=True)
+        engine.load_checkpoint(folder)
+        with GatheredParameters(engine.module.parameters()):
+            _check_kinds(dict(engine.module.named_parameters()))
+        engine.destroy()
+
+
+def test_frozen_values_of_every_dtype_are_the_same_at_every_stage(tmp_path: Path) -> None:
+    """Older versions wrote those of stage 3 as bytes, which only stage 3 could read."""
+    folders = [str(tmp_path / str(stage)) for stage in (1, 3)]
+    for folder, stage, processes in zip(folders, (1, 3), (1, 3), strict=True):
+        run_distributed(save_kinds, processes, stage, folder, timeout=60)
+        _check_kinds(get_fp32_state_dict_from_zero_checkpoint(folder), widened=True)
+        _check_kinds(load_file(f"{folder}/whole/model.safetensors"))
+    run_distributed(load_kinds, 2, 3, [*folders, f"{folders[1]}/old"], timeout=60)
+    run_distributed(load_kinds, 1, 1, folders, timeout=60)
 
 
 def test_complex_parameters_are_refused_as_such() -> None:
