@@ -252,6 +252,8 @@ class _Nothing(Tensor):
             _check_reader(param, sys._getframe(1))
         elif name == "detach" and sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
             _refuse_copy(param, "a parameter made of the values")
+        elif name == "__get__" and sys._getframe(1).f_code.co_name == "_load_from_state_dict":
+            _tell_read(param, "loading")  # torch then says that the size [0] does not fit
         elif name in _WRITES and isinstance(args[0], _Nothing):
             _tell_write(param, f"`.data.{name}()`")
         elif _reads(func):

@@ -233,6 +233,12 @@ def test_writes_to_what_is_not_here_are_told_once_by_name() -> None:
     assert told[0] == []
 
 
+def _load_elsewhere(params: list[nn.Parameter]) -> None:
+    other = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict({"weight": params[0].detach(), "bias": params[1].detach()})
+
+
 READS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "norm": lambda params: [param.norm() for param in params],
     "norm of data": lambda params: [param.data.norm() for param in params],
@@ -250,6 +256,7 @@ READS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "total norm": nn.utils.get_total_norm,
     "foreach of data": lambda params: torch._foreach_norm([param.data for param in params]),
     "not a number": lambda params: any(torch.isnan(param).any() for param in params),
+    "loaded elsewhere": lambda params: _load_elsewhere(params),
 }
 
 
