@@ -229,7 +229,8 @@ class FlatBuffer:
         return ()
 
     def piece_of(self, flat: Tensor, fragment: Fragment) -> tuple[int, Tensor]:
-        """The elements of ``fragment`` in ``flat`` as ``form_of`` has them, and the first one's place in the whole."""
+        """The first element's place in the parameter, and those of ``fragment`` in ``flat`` ``[shard_numel]``, which are
+        ``[numel]`` in the dtype that ``form_of`` tells."""
         return fragment.start, flat[fragment.shard_start : fragment.shard_start + fragment.numel]
 
     # -- taking values over -------------------------------------------------------------------------------------

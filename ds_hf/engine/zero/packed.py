@@ -157,7 +157,7 @@ class PackedBuffer(FlatBuffer):
         return () if plain else tuple(order)
 
     def piece_of(self, flat: Tensor, fragment: Fragment) -> tuple[int, Tensor]:
-        """Shards end between elements: the alignment in bytes is a multiple of every element."""
+        """``[numel]`` in the dtype of each: shards end between elements, at multiples of 16 bytes."""
         dtype = self._forms[fragment.slot.index][0]
         start, piece = super().piece_of(flat, fragment)
         return start // dtype.itemsize, piece.view(dtype)
