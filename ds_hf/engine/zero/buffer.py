@@ -229,7 +229,7 @@ class FlatBuffer:
         return ()
 
     def piece_of(self, flat: Tensor, fragment: Fragment) -> tuple[int, Tensor]:
-        """The first element's place in the parameter, and those of ``fragment`` in ``flat`` ``[shard_numel]``, which are
+        """The place of the first element in the parameter, and those of ``fragment`` in ``flat`` ``[shard_numel]``:
         ``[numel]`` in the dtype that ``form_of`` tells."""
         return fragment.start, flat[fragment.shard_start : fragment.shard_start + fragment.numel]
 
