@@ -26,7 +26,7 @@ from tests.engine.checkpoint.workload import VOCABULARY, Model, build, config, d
 from tests.helpers.distributed import run_distributed
 
 SMALL: dict[str, Any] = {
-    "num_steps": 20, "seeds": 2, "confirm_steps": 6, "moment_steps": 2, "train_batches": 6, "held_out_batches": 2,
+    "num_steps": 14, "seeds": 2, "confirm_steps": 4, "moment_steps": 2, "train_batches": 6, "held_out_batches": 2,
 }  # fmt: skip
 
 
