@@ -58,6 +58,7 @@ from ds_hf.host import known_processes, local_world_size
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
 from ds_hf.measure.saving import LR_ENV
+from ds_hf.printable import counted
 
 __all__ = ["WORTH_SAYING", "build_engine", "training_ranks", "whole_model_advice"]
 
@@ -132,7 +133,7 @@ def build_engine(
         inner = _make_optimizer(settings, model, optimizer, model_parameters, prepare)
         _quantize(settings, plan, model, inner)
         others.meet()  # collectives begin here
-        if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
+        if advice := _advice(plan, mesh, model.parameters()):
             warn_once(advice)
         parts = make_parts(
             settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule)
@@ -560,6 +561,12 @@ def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any, other
 WORTH_SAYING = 1 << 30  # bytes a process: below, the memory does not matter
 
 
+def _advice(plan: StatePlan, mesh: Mesh, params: Iterable[Tensor]) -> str | None:
+    if plan.shards_parameters:
+        return whole_model_advice(params, mesh.replicas.world_size)
+    return _other_file_advice(params)
+
+
 def whole_model_advice(params: Iterable[Tensor], world_size: int, *, worth_saying: int = WORTH_SAYING) -> str | None:
     """A message if ``params``, about to be sharded over ``world_size`` processes, are whole in each of them."""
     nbytes = sum(param.numel() * param.element_size() for param in params if home_of(param) is None)
@@ -572,6 +579,20 @@ def whole_model_advice(params: Iterable[Tensor], world_size: int, *, worth_sayin
         "TrainingArguments before from_pretrained(); without the Trainer keep `dschf = "
         "HfDeepSpeedConfig(ds_config)` in a variable while loading; a model of your own goes under "
         "`with deepspeed.zero.Init(config_dict_or_path=ds_config):`"
+    )
+
+
+def _other_file_advice(params: Iterable[Tensor]) -> str | None:
+    """A message if some of ``params`` are sharded by ``zero.Init``, and the engine that takes them now shards none."""
+    homes = [home for param in params if (home := home_of(param)) is not None]
+    count = sum(home.buffer.sharded and not home.buffer.param_names for home in homes)  # in no engine before
+    if not count:
+        return None
+    return (
+        f"{counted(count, 'parameter', 'parameters')} of the model were built in parts, as for ZeRO stage 3, and this "
+        "configuration keeps them whole: they train as they are, but random weights are drawn in another order there. "
+        "Construct the model after its own TrainingArguments: until then transformers builds (parts of) models as the "
+        "last ones ask, those of an earlier Trainer"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from ds_hf.engine.zero.planning import make_units
 from ds_hf.errors import ConfigError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.models import TinyLM
 from tests.helpers.parity import base_config, full_weights, sgd, train_both
 
@@ -423,6 +425,28 @@ def _meta_contexts() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with pytest.raises(ConfigError, match="meta device"):
         initialize(model=empty, config=config)
+
+
+def _built_for_another_file() -> list[list[str]]:
+    """What is said of parts that transformers made as the configuration of an earlier Trainer asks."""
+    lines, said = Lines(logging.WARNING), []
+    logging.getLogger("ds_hf").addHandler(lines)
+    for stage in (3, 1):
+        lines.texts.clear()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with Init(config_dict_or_path=AUTO):
+            model[0] = nn.Linear(4, 4)
+        engine, *_ = initialize(model=model, config=base_config(stage, optimizer=SGD))
+        engine.destroy()
+        said.append([text for text in lines.texts if "built in parts" in text])
+    return said
+
+
+def test_parts_that_were_built_for_another_file_are_told() -> None:
+    none, (told,) = run_distributed(_built_for_another_file, 1, timeout=30)[0]
+    assert none == []
+    assert told.startswith("2 parameters of the model were built in parts")
+    assert "after its own TrainingArguments" in told
 
 
 def test_meta_contexts_work_as_ever() -> None:
