@@ -108,8 +108,7 @@ def opening(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Parameters that ``Init`` sharded and that no engine has yet open themselves inside, as in its constructors:
     adapters are made around such weights, by decompositions, norms or shapes of them. Collective where one is read."""
     opened = OpenParameters()
-    buffers = [each for each in buffers_of(params) if each.rests_as is Released and each.states is None]
-    buffers = [each for each in buffers if len(each.params) == 1]
+    buffers = [b for b in buffers_of(params) if b.rests_as is Released and b.states is None and len(b.params) == 1]
     rest_as(buffers, opened.rests_as)
     try:
         yield
