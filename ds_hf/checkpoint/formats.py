@@ -18,7 +18,7 @@ from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.trust.pickled import read_pickled
 from ds_hf.errors import CheckpointError
 
-__all__ = ["kind_of", "locate", "named_by_latest", "open_folder", "open_source", "open_whole"]
+__all__ = ["kind_of", "lacks_metadata", "locate", "named_by_latest", "open_folder", "open_source", "open_whole"]
 
 DCP_METADATA = ".metadata"
 
@@ -75,6 +75,11 @@ def kind_of(folder: Path) -> CheckpointKind | None:
     return CheckpointKind.DEEPSPEED if is_deepspeed(folder) else None
 
 
+def lacks_metadata(folder: Path) -> bool:
+    """Whether tensors of torch.distributed.checkpoint lie in ``folder`` without the file that says what they are."""
+    return any(folder.glob("*.distcp")) and not (folder / DCP_METADATA).is_file()
+
+
 def open_source(path: str | Path, tag: str | None = None, kind: CheckpointKind | None = None) -> Source:
     """Open a checkpoint for reading; ``kind`` is found out if not given.
 
@@ -104,6 +109,11 @@ def open_folder(folder: Path) -> Source:
         from ds_hf.checkpoint.dcp import read_dcp  # torch.distributed.checkpoint takes half a second to import
 
         return read_dcp(folder)
+    if lacks_metadata(folder):
+        raise CheckpointError(
+            f"{folder / DCP_METADATA} is missing: what torch.distributed.checkpoint saved here is not complete. Copy "
+            "that file too if the folder was copied, or load another checkpoint"
+        )
     manifest = read_manifest(folder)
     return Source(CheckpointKind.DS_HF, manifest, TensorFiles(folder), _read_common(folder, manifest))
 

@@ -323,3 +323,15 @@ def test_a_damaged_value_is_not_loaded(tmp_path: Path) -> None:
     (weight,) = read_dcp(tmp_path).weights()
     with pytest.raises(CheckpointError, match=r"model.weight cannot be read: its record .* is damaged"):
         weight.read()
+
+
+def _without_metadata(folder: Path) -> str:
+    (folder / "__0_0.distcp").touch()
+    engine = ds_hf.initialize(model=TinyModel(), config=config(1, "fp32"))[0]
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_tensors_without_metadata_are_refused_at_a_load(tmp_path: Path) -> None:
+    assert f"{tmp_path / '.metadata'} is missing" in run_distributed(_without_metadata, 1, tmp_path, timeout=60)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.read_universal import LATEST as LATEST_UNIVERSAL
 from ds_hf.checkpoint.format import LATEST, MANIFEST
-from ds_hf.checkpoint.formats import kind_of, named_by_latest, open_folder
+from ds_hf.checkpoint.formats import kind_of, lacks_metadata, named_by_latest, open_folder
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.plain import restore
@@ -180,7 +180,7 @@ def _find(root: Path, tag: str | None, universal: bool) -> Path | None:
     """
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
-    if tag is None and kind_of(root) is not None:
+    if tag is None and (kind_of(root) is not None or lacks_metadata(root)):
         return root
     named = named_by_latest(root, universal=universal)
     if tag is None and named is None:
