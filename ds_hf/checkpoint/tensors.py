@@ -21,8 +21,8 @@ _READ_AT_ONCE = 2**24  # elements of a fragment that is cut otherwise than what 
 
 
 def in_form_of(target: Tensor, values: Tensor) -> Tensor:
-    """``values`` as ``target`` has them: older versions saved what is no plain number as bytes where parameters were
-    sharded, wider elements as a row of them, and bytes are no numbers to be converted."""
+    """``values`` in the dtype and shape of ``target``. Where parameters were sharded, older versions saved integers,
+    fp8 and complex values as uint8 (wider ones in one row): such bytes are reinterpreted, not converted."""
     if values.dtype is torch.uint8 and values.shape == (target.nbytes,) != target.shape:
         return values.view(target.dtype).view(target.shape)
     narrow = {target.dtype, values.dtype} - {torch.uint8}
@@ -127,7 +127,7 @@ class TensorFiles:
         return value
 
     def holds_bytes(self, parameter: SavedParameter) -> bool:
-        """Whether it is among the bytes of a flat buffer, as older versions wrote what is no plain number."""
+        """Whether it lies in a flat buffer of bytes, as older versions saved integers, fp8 and complex values."""
         key = parameter.states[parameter.value_state]
         found = key.startswith("flat.") and parameter.fragments
         return bool(found) and self.piece(parameter.fragments[0].file, key).dtype is torch.uint8

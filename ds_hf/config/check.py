@@ -93,7 +93,7 @@ def _validator() -> Draft202012Validator:
     return Draft202012Validator(load_schema())
 
 
-NOT_CHOSEN = ("the model", "the default")  # where "auto" of a size comes from when nobody fills it in
+NOT_CHOSEN = ("the model", "the default")  # the sources of an "auto" size that no client fills in
 
 
 def _check_auto(draft: Draft) -> None:

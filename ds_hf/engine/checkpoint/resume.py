@@ -300,7 +300,7 @@ def _kept_as(manifest: Manifest, saved: SavedParameter) -> Any:
 
 
 def _rows_of_bytes(engine: Checkpointable) -> dict[str, tuple[int, ...]]:
-    """As what older versions saved wide elements that are no plain numbers, where parameters were sharded."""
+    """The form in which older versions saved integers and complex values, where parameters were sharded: bytes."""
     rows: dict[str, tuple[int, ...]] = {name: (loose.nbytes,) for name, loose in loose_parameters(engine).items()}
     for buffer in flat_buffers(engine):
         if buffer.dtype is torch.uint8:

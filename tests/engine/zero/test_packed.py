@@ -298,7 +298,7 @@ def test_fp8_stays_as_it_is(stage: int, tmp_path: Path) -> None:
 
 
 def _frozen_values() -> dict[str, Tensor]:
-    """Of each kind that is no plain number; two are transposed."""
+    """One parameter of each dtype that is packed as bytes; two are transposed."""
     numbers = torch.arange(-18, 17).view(5, 7)
     values = {str(dtype): numbers.to(dtype) * 3 for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)}
     values |= {"uint8": numbers.abs().to(torch.uint8) + 99, "bool": numbers % 3 == 0}
