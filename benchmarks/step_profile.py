@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --model 1b3 --stage 2 --engines ds_hf
 
 Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are, and with engines that are
-named as there (``ds_hf+stream=auto``) those of ``benchmarks/offload.py``. Rank 0's GPU is shown, and how busy the main
-stream of the others is: a GPU that is faster waits for one that is slower. All times are milliseconds of one step, on
-average over those profiled. Where much passes between host and device, the last but one also comes in slices.
+named as there (``ds_hf+stream=auto``) those of ``benchmarks/offload.py``, with ``--tensor`` those of
+``benchmarks/tensor_parallel.py``. Rank 0's GPU is shown, and how busy the main stream of the others is: a GPU that is
+faster waits for one that is slower. All times are milliseconds of one step, on average over those profiled. Where much
+passes between host and device, the last but one also comes in slices.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ def busy_ms(events: list[Event]) -> float:
 def main() -> None:
     if any("+" in word for word in sys.argv):
         importlib.import_module("offload")  # its engines and arguments take the place of training's
+    if "--tensor" in sys.argv:
+        sys.argv[sys.argv.index("--tensor")] = "--stage=1"
+        importlib.import_module("tensor_parallel").install()
     args = training.parse()
     if not torch.cuda.is_available():
         raise SystemExit("this needs GPUs: on a CPU, profile the loop of benchmarks/training.py itself")

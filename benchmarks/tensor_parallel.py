@@ -31,7 +31,6 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-ENGINES = ("ds_hf", "gathered", "chunked", "divided", "tokens", "deepspeed", "transformers", "half")
 training.MODELS["words"] = (256, 688, 4, 8, 8, 32000)  # for CPUs: most of its time is the head's and the loss's
 
 
@@ -179,8 +178,9 @@ class Half(training.DsHf):
         return super().step([batch.chunk(size)[rank] for batch in batches])
 
 
-def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
-    kinds = {
+def install() -> None:
+    """Let ``training.ENGINES`` have these engines, which share their layers, and all processes the same data."""
+    training.ENGINES |= {
         "ds_hf": DsHf,
         "gathered": Gathered,
         "chunked": Chunked,
@@ -190,8 +190,10 @@ def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         "transformers": Transformers,
         "half": Half,
     }
-    training.ENGINES.update({name: kinds[name] for name in args.engines.split(",")})
     training.tokens = tokens
+
+
+def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.tied:
         training.make_model = make_tied
     records = training.measure(args)
@@ -269,7 +271,7 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    training.ENGINES.update(dict.fromkeys({*ENGINES} - {"ds_hf", "deepspeed"}, training.DsHf))
+    install()
     args = training.parse()
     args.passes, args.tied = own.passes, own.tied
     if own.part == "host":

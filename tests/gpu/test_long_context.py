@@ -113,7 +113,7 @@ def test_numbers_and_memory(stage: int, dtype: str | None, world: int) -> None:
             print(stage, dtype, name, {key: value for key, value in ours.items() if key != "numbers"})
         for name, ours in found.items():
             # Tiles are other sums, and attention on GPUs adds up its gradients in any order: last bits differ.
-            assert ours["numbers"] == pytest.approx(plain["numbers"], rel=2e-3 if dtype else 2e-5), name
+            assert ours["numbers"] == pytest.approx(plain["numbers"], rel=5e-3 if dtype else 2e-5), name
             if name == "offload":
                 assert ours["numbers"][0] == plain["numbers"][0]
             assert ours["left"] <= plain["left"] + (1 << 20), name

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ds_hf import initialize
-from ds_hf.engine.zero.at_rest import Released
+from ds_hf.engine.zero.at_rest import Noticed, Released
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 WIDTH, BLOCKS = 2048, 6
-ARRIVED = (nn.Parameter, Released)  # of parameters whose values are where they belong
+ARRIVED = (nn.Parameter, Released, Noticed)  # of parameters whose values are where they belong
 
 
 class Block(nn.Module):
@@ -127,13 +127,13 @@ def test_aliases_are_never_stale() -> None:
 
 def no_wait(stage: int) -> None:
     engine = engine_of(stage, width=256)
-    batches = [data(64, 256, seed) for seed in range(8)]
-    for x in batches[:4]:
+    batches = [data(64, 256, seed) for seed in range(12)]
+    for x in batches[:8]:  # in its first uses stage 3 compares parameters with what they rest in, and waits for that
         step(engine, x)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for x in batches[4:]:
+        for x in batches[8:]:
             step(engine, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
