@@ -13,7 +13,7 @@ from typing import Any
 from ds_hf.engine.zero.building import opening
 from ds_hf.hf.autoload import wrap
 
-__all__ = ["wrap_tuners"]
+__all__ = ["wrap_corda", "wrap_eva", "wrap_loading", "wrap_tokens", "wrap_tuners"]
 
 
 def wrap_tuners(module: ModuleType) -> None:
@@ -22,7 +22,34 @@ def wrap_tuners(module: ModuleType) -> None:
     wrap(module, "BaseTuner.inject_adapter", _with_whole_weights)
 
 
+def wrap_loading(module: ModuleType) -> None:
+    """Hook of ``peft.utils.save_and_load``: of an adapter from a file, ``modules_to_save`` are copies in shards."""
+    wrap(module, "set_peft_model_state_dict", _with_whole_weights)
+
+
+def wrap_tokens(module: ModuleType) -> None:
+    """Hook of ``peft.tuners.trainable_tokens.layer``."""
+    wrap(module, "TrainableTokensLayer._collect_token_weights", _rows)
+
+
+def wrap_eva(module: ModuleType) -> None:
+    """Hook of ``peft.tuners.lora.eva``: runs the model on samples before it has an engine, as CorDA does."""
+    wrap(module, "get_eva_state_dict", _with_whole_weights)
+
+
+def wrap_corda(module: ModuleType) -> None:
+    """Hook of ``peft.tuners.lora.corda``."""
+    wrap(module, "preprocess_corda", _with_whole_weights)
+
+
 def _with_whole_weights(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     model = args[0] if args else kwargs["model"]
     with opening(list(model.parameters())):
         return wrapped(*args, **kwargs)
+
+
+def _rows(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """PEFT's own sends rank 0's, between CUDA devices alone; here the embedding opens itself, on every rank."""
+    weight, rows = args[:2]
+    with opening([weight]):
+        return weight[rows].clone()

@@ -14,7 +14,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_hf
 from ds_hf.engine.zero.at_rest import Released
-from ds_hf.engine.zero.gather import GatheredParameters
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 
@@ -27,28 +26,39 @@ METHODS: dict[str, dict[str, Any]] = {
     "LNTuning": {"target_modules": ["input_layernorm"]},  # copies them
     "AdaLora": {"target_r": 2, "init_r": 4, "total_step": 50, "tinit": 1, "tfinal": 1},  # reads its own in the forward
 }
+LORA: dict[str, dict[str, Any]] = {
+    "copied head": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},  # takes the shape of the copy
+    "tokens": {"trainable_token_indices": [1, 5]},  # copies rows
+    "eva": {"init_lora_weights": "eva", "eva_config": peft.EvaConfig(rho=1.0)},  # runs the model
+    "loaded": {"modules_to_save": ["lm_head"]},  # from a file, into copies
+}
 
 
-def adapted(model: LlamaForCausalLM, method: str) -> Any:
-    given = {"task_type": "CAUSAL_LM", "target_modules": TARGETS, **METHODS[method]}
-    config = getattr(peft, f"{method}Config")(**given)
+def adapted(model: LlamaForCausalLM, method: str, saved: Path) -> Any:
     torch.manual_seed(5)
-    return peft.get_peft_model(model, config).train()
+    if method == "loaded":
+        return peft.PeftModel.from_pretrained(model, saved, is_trainable=True).train()
+    kind, given = ("Lora", {"r": 2, **LORA[method]}) if method in LORA else (method, METHODS[method])
+    config = getattr(peft, f"{kind}Config")(**{"task_type": "CAUSAL_LM", "target_modules": TARGETS, **given})
+    found = peft.get_peft_model(model, config).train()
+    if method == "eva":
+        samples = [{"input_ids": tokens(step, 9), "attention_mask": torch.ones(2, 8)} for step in range(3)]
+        peft.initialize_lora_eva_weights(found, samples, show_progress_bar=False)
+    return found
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train_both(folder: str, methods: list[str]) -> dict[str, tuple[float, float]]:
+def train_both(folder: str, methods: list[str], saved: str) -> dict[str, tuple[float, float]]:
     """The largest difference of the losses and of the weights from PEFT's alone, after two steps, by method."""
     found = {}
     rank, world = dist.get_rank(), dist.get_world_size()
     rate = {"type": "SGD", "params": {"lr": 0.1}}
     settings = base_config(3, optimizer=rate, gradient_clipping=0.0)
     for method in methods:
-        plain = adapted(LlamaForCausalLM.from_pretrained(folder), method)
-        start = {name: value.clone() for name, value in plain.state_dict().items()}
+        plain = adapted(LlamaForCausalLM.from_pretrained(folder), method, Path(saved))
         optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
         losses = []
         for step in range(2):
@@ -60,14 +70,10 @@ def train_both(folder: str, methods: list[str]) -> dict[str, tuple[float, float]
             optimizer.zero_grad()
 
         alive = HfDeepSpeedConfig({**settings, "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * world})
-        model = adapted(LlamaForCausalLM.from_pretrained(folder), method)
+        model = adapted(LlamaForCausalLM.from_pretrained(folder), method, Path(saved))
         resting = {type(param) for param in model.parameters() if not param.numel()}
         assert resting, "from_pretrained has sharded it"
         assert all(issubclass(kind, Released) for kind in resting), resting
-        for name, param in model.named_parameters():  # what was drawn at random
-            with GatheredParameters([param], modifier_rank=0):
-                if param.requires_grad:
-                    param.data.copy_(start[name])
         engine = ds_hf.initialize(model=model, config=settings)[0]
         far = []
         for step in range(2):
@@ -75,6 +81,11 @@ def train_both(folder: str, methods: list[str]) -> dict[str, tuple[float, float]
             engine.backward(loss)
             engine.step()
             far.append(abs(loss.item() - losses[step]))
+        if method == "loaded":  # and another one beside the engine
+            for each in (plain, model):
+                each.load_adapter(saved, "later")
+                each.set_adapter("later")
+            far.append((engine(tokens(9, 0)).logits - plain(tokens(9, 0)).logits).abs().max().item())
         weights, wanted = full_weights(model), plain.state_dict()
         assert weights.keys() <= wanted.keys()
         found[method] = max(far), max((weights[n].float() - wanted[n].float()).abs().max().item() for n in weights)
@@ -89,10 +100,18 @@ def test_methods_that_read_weights_at_stage_3(tmp_path: Path) -> None:
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16,
     )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    shape.tie_word_embeddings = True
+    model = LlamaForCausalLM(shape)
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=TARGETS, **LORA["loaded"])
+    adapter = peft.get_peft_model(model, lora)
+    for param in adapter.parameters():
+        param.data += 0.01 * param.requires_grad
+    adapter.save_pretrained(tmp_path / "adapter")
     methods = [method for method in METHODS if hasattr(peft, f"{method}Config")]
     assert "LoHa" in methods
-    for found in run_distributed(train_both, 2, str(tmp_path), methods):
+    folders = str(tmp_path / "base"), str(tmp_path / "adapter")
+    for found in run_distributed(train_both, 2, folders[0], [*methods, *LORA], folders[1]):
         for method, (loss, weights) in found.items():
             assert loss == pytest.approx(0, abs=2e-6), method
             assert weights == pytest.approx(0, abs=2e-6), method

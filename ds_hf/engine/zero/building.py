@@ -12,6 +12,7 @@ are closed first, except those of which a view is still held.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,16 @@ class OpenParameters:
         self.rests_as: type[AtRest] = type("Building", (_Building,), {"opened": self})
         self._open: dict[FlatBuffer, int] = {}
         self._stay: list[FlatBuffer] = []
+        self._taken: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
+
+    def take(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Parameters of ``buffers`` open themselves here, until they are left."""
+        found = list(buffers)
+        rest_as(found, self.rests_as)
+        self._taken.update(found)
+
+    def leave(self) -> None:
+        rest_as(self._taken, Released)
 
     def keep(self, buffer: FlatBuffer) -> None:
         """Gather ``buffer`` for as long as the model has no engine. Collective."""
@@ -109,7 +120,7 @@ def opening(params: Iterable[nn.Parameter]) -> Iterator[None]:
     adapters are made around such weights, by decompositions, norms or shapes of them. Collective where one is read."""
     opened = OpenParameters()
     buffers = [b for b in buffers_of(params) if b.rests_as is Released and b.states is None and len(b.params) == 1]
-    rest_as(buffers, opened.rests_as)
+    opened.take(buffers)
     try:
         yield
         opened.close()
@@ -117,7 +128,7 @@ def opening(params: Iterable[nn.Parameter]) -> Iterator[None]:
         opened.abandon()
         raise
     finally:
-        rest_as(buffers, Released)
+        opened.leave()
 
 
 def rest_as(buffers: Iterable[FlatBuffer], kind: type[AtRest]) -> None:
@@ -137,7 +148,11 @@ class _Building(AtRest):
     """A parameter at rest while ``Init`` is active."""
 
     opened: OpenParameters
-    __deepcopy__ = Released.__deepcopy__  # sharded, as it is
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = Released.__deepcopy__(self, memo)  # type: ignore[arg-type]  # sharded, as it is
+        self.opened.take(buffers_of([copied]))
+        return copied
 
     @classmethod
     def __torch_function__(

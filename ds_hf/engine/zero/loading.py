@@ -53,10 +53,11 @@ def _close(unit: Unit, opened: list[AbstractContextManager[None]], *_: Any) -> N
 def refuse_load(unit: Unit, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Before torch finds that whole weights do not fit what has no elements, say why and what to call."""
     error_msgs: list[str] = rest[-1]
-    released = any(buffer.sharded and buffer.state is not BufferState.GATHERED for buffer in unit.buffers)
-    if unit.loading or not released or _HOW in error_msgs:
+    if unit.loading or _HOW in error_msgs:
         return
-    names = (prefix + name for name, _ in module.named_parameters())
+    away = [buffer for buffer in unit.buffers if buffer.sharded and buffer.state is not BufferState.GATHERED]
+    released = {id(param) for buffer in away for param in buffer.params}
+    names = (prefix + name for name, param in module.named_parameters() if id(param) in released)
     if any(isinstance(value := state.get(name), Tensor) and value.numel() for name in names):
         error_msgs.append(_HOW)
 
