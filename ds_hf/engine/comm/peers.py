@@ -20,7 +20,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ __all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "Signals", "attach_exchange
 # Of a buffer that copies bring. Below, the host is what the GPUs wait for, and it launches NCCL's one kernel for many
 # buffers faster than copies and meetings for each of them.
 LEAST_COPIED_NBYTES = 48 << 20
-
-_SUMMED_NBYTES = 64 << 20  # of activations that come in at once: there is nothing beside which they could come by parts
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
 _GATHERS, _SUMS, _EXCHANGES = range(3)  # meetings on two streams at once are two kinds
@@ -87,15 +85,14 @@ class Peers:
         with self.axis.log("barrier", "the ranks' memory"):
             self._meet(_GATHERS)
 
-    def sums(self, slot_nbytes: int = 16 << 20) -> PeerSums:
-        """For gradients, or other sums. Collective."""
-        return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS), slot_nbytes)
+    def sums(self) -> PeerSums:
+        """For gradients. Collective."""
+        return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
 
     def exchanges(self) -> PeerExchanges:
         """For activations, on the communication stream, on which nothing else may be done, and their sums on the main
         stream."""
-        sums = partial(self.sums, _SUMMED_NBYTES)
-        return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream, sums)
+        return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream, self.sums)
 
 
 class Region:

@@ -1,8 +1,8 @@
 """Rows of divided tokens on their way between processes: gathered, and summed where each has a part of the sum.
 
-By collectives of torch; in compiled code by its functional ones, or, where the engine opened copies between the GPUs of
-one host (``comm/peer_exchanges.py``), as operators that take these for large rows. The host needs longer for them than
-for NCCL's one launch, and in code that is not compiled the GPUs wait for the host.
+Large ones go by copies between the GPUs of one host where the engine opened them (``comm/peer_exchanges.py``), others
+by collectives of torch. In compiled code the former are operators, which find their axis by the name of its group;
+without copies it gets torch's functional collectives, see ``functions``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gather_rows(rows: Tensor, axis: Axis, what: str) -> Tensor:
         return _gather(rows, axis, what)
     if axis.log.exchanges is None:
         return functional.all_gather_tensor(rows, 0, group_of(axis))
-    return cast(Tensor, torch.ops.ds_hf.gather_rows(rows, axis.world_size, group_of(axis).group_name))
+    return cast(Tensor, torch.ops.ds_hf.gather_rows(rows, axis.world_size, group_of(axis).group_name, what))
 
 
 def sum_rows(rows: Tensor, axis: Axis, what: str) -> Tensor:
@@ -42,7 +42,7 @@ def sum_rows(rows: Tensor, axis: Axis, what: str) -> Tensor:
         return _sum(rows, axis, what)
     if axis.log.exchanges is None:
         return cast(Tensor, functional.reduce_scatter_tensor(rows, "sum", 0, group_of(axis)))
-    return cast(Tensor, torch.ops.ds_hf.sum_rows(rows, axis.world_size, group_of(axis).group_name))
+    return cast(Tensor, torch.ops.ds_hf.sum_rows(rows, axis.world_size, group_of(axis).group_name, what))
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
@@ -52,52 +52,39 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 
 
 def _gather(rows: Tensor, axis: Axis, what: str) -> Tensor:
+    copies = exchanges_for(axis, rows, (axis.world_size - 1) * rows.nbytes)
+    if copies is not None:
+        return copies.all_gather(rows, what).view(-1, rows.shape[1])
     found = rows.new_empty(axis.world_size * rows.shape[0], rows.shape[1])
     collectives.all_gather(found.view(-1), rows.view(-1), axis, what)
     return found
 
 
 def _sum(rows: Tensor, axis: Axis, what: str) -> Tensor:
-    flat, hidden = rows.view(-1), rows.shape[1]
-    found = collectives.reduce_gradient(flat, axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what)
+    parts, hidden = rows.view(axis.world_size, -1), rows.shape[1]
+    copies = exchanges_for(axis, rows, parts.nbytes - parts[0].nbytes) if rows.itemsize <= 4 else None
+    if copies is not None:
+        return copies.reduce_scatter(parts, what).view(-1, hidden)
+    found = collectives.reduce_gradient(rows.view(-1), axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what)
     return found.view(-1, hidden)
-
-
-# -- operators -----------------------------------------------------------------------------------------------------
-# They are not told whose tokens these are: code is compiled once for all blocks.
-
-_OPERANDS = "(Tensor rows, int processes, str group) -> Tensor"
-_WHAT = "tokens of compiled blocks"
 
 
 def _axis(group: str) -> Axis:
     return axis_of(c10d._resolve_process_group(group))  # type: ignore[arg-type, attr-defined]
 
 
-def _gather_here(rows: Tensor, processes: int, group: str) -> Tensor:
-    axis, rows = _axis(group), rows.contiguous()
-    copies = exchanges_for(axis, rows, (processes - 1) * rows.nbytes)
-    return _gather(rows, axis, _WHAT) if copies is None else copies.all_gather(rows, _WHAT).view(-1, rows.shape[1])
-
-
-def _sum_here(rows: Tensor, processes: int, group: str) -> Tensor:
-    axis, rows = _axis(group), rows.contiguous()
-    parts = rows.view(processes, -1)
-    copies = exchanges_for(axis, rows, parts[1:].nbytes) if rows.itemsize <= 4 else None
-    return _sum(rows, axis, _WHAT) if copies is None else copies.reduce_scatter(parts, _WHAT).view(-1, rows.shape[1])
-
-
+_OPERANDS = "(Tensor rows, int processes, str group, str what) -> Tensor"
 define(
     "gather_rows",
     _OPERANDS,
-    _gather_here,
+    lambda rows, processes, group, what: _gather(rows.contiguous(), _axis(group), what),
     (),
-    lambda rows, processes, group: rows.new_empty(processes * rows.shape[0], rows.shape[1]),
+    lambda rows, processes, group, what: rows.new_empty(processes * rows.shape[0], rows.shape[1]),
 )
 define(
     "sum_rows",
     _OPERANDS,
-    _sum_here,
+    lambda rows, processes, group, what: _sum(rows.contiguous(), _axis(group), what),
     (),
-    lambda rows, processes, group: rows.new_empty(rows.shape[0] // processes, rows.shape[1]),
+    lambda rows, processes, group, what: rows.new_empty(rows.shape[0] // processes, rows.shape[1]),
 )
