@@ -99,12 +99,6 @@ class DividedTokens(DsHf):
     own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True}
 
 
-class ByNccl(DsHf):
-    """The same, and they travel by NCCL."""
-
-    own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True, "peer_copies": False}
-
-
 class DeepSpeed(training.Contender):
     """AutoTP of the real one, by the model's plan."""
 
@@ -192,7 +186,6 @@ def install() -> None:
         "chunked": Chunked,
         "divided": Divided,
         "tokens": DividedTokens,
-        "tokens-nccl": ByNccl,
         "deepspeed": DeepSpeed,
         "transformers": Transformers,
         "half": Half,

@@ -43,11 +43,6 @@ def _speaks(engine: CoreEngine) -> bool:
     return _prints(engine) and not any(map(os.environ.get, MEASURING))
 
 
-def _exchanges(engine: CoreEngine) -> bool:
-    tokens = engine.settings.ds_hf.tensor_sequence_parallel and not engine.mesh.is_given
-    return engine.mesh.shape.sequence > 1 or (tokens and engine.mesh.shape.tensor > 1)
-
-
 def _generates(engine: CoreEngine) -> bool:
     return any(callable(getattr(type(module), "generate", None)) for module in engine.module.modules())
 
@@ -90,8 +85,8 @@ def _writes(engine: CoreEngine) -> bool:
 # In this order: what comes later sees what came before it.
 FEATURES = (
     Feature(
-        "activations exchanged by copies between GPUs",
-        lambda e: e.settings.ds_hf.peer_copies and e.device.type == "cuda" and _exchanges(e),
+        "sequences exchanged by copies between GPUs",
+        lambda e: e.mesh.shape.sequence > 1 and e.settings.ds_hf.peer_copies and e.device.type == "cuda",
         "comm.peers:attach_exchanges",
     ),
     Feature("monitors", _writes, "observe.monitor.feed:attach"),

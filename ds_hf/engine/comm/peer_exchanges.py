@@ -1,5 +1,4 @@
-"""Activations by copies between the GPUs of one host, see ``peers``: what divided sequences exchange, and gathers and
-sums of divided tokens.
+"""All-to-alls of activations by copies between the GPUs of one host, see ``peers``: what divided sequences exchange.
 
 A rank puts what others are to get into a slot of its own memory. On the communication stream all meet, and each copies
 what it is to get out of the others' slots, straight to where it is read. NCCL wants pieces in one buffer and gives
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.errors import DsHfError
 
@@ -78,8 +76,6 @@ class PeerExchanges:
         mapping: as ``Peers`` has it.
         meet: collective; what the current streams of all ranks were given before comes before what they get next.
         stream: on which ranks meet and copy, and nothing else.
-        sums: opens those for ``reduce_scatter``; collective.
-        device_type: of tensors that are exchanged.
     """
 
     def __init__(
@@ -88,12 +84,8 @@ class PeerExchanges:
         mapping: Callable[[int, torch.dtype], Sequence[Tensor]],
         meet: Callable[[], None],
         stream: CommStream,
-        sums: Callable[[], PeerSums],
-        device_type: str = "cuda",
     ) -> None:
         self.axis, self._mapping, self._meet, self._stream = axis, mapping, meet, stream
-        self.device_type = device_type
-        self._open_sums, self._sums = sums, None  # type: tuple[Callable[[], PeerSums], PeerSums | None]
         self._memory: Sequence[Tensor] = ()  # of each rank, [slots, other ranks, bytes]
         self._row_nbytes = 0
         self._count = 0  # exchanges that were started
@@ -110,49 +102,18 @@ class PeerExchanges:
         """
         self.finish(self.start(sources, targets, what))
 
-    def all_gather(self, part: Tensor, what: str) -> Tensor:
-        """What each rank gives. Collective, on the main stream.
-
-        Args:
-            part: any shape and dtype, the same on all ranks.
-
-        Returns:
-            ``[ranks, *part]``, of that dtype.
-        """
-        found = part.new_empty(self.axis.world_size, *part.shape)
-        self.finish(self.start([part.expand(found.shape)], [found], what, "all-gather"))
-        return found
-
-    def reduce_scatter(self, parts: Tensor, what: str) -> Tensor:
-        """This rank's row of the sum over the ranks. Collective, on the main stream.
-
-        Args:
-            parts: ``[ranks, numel]``, contiguous, bf16, fp16 or fp32.
-
-        Returns:
-            ``[numel]``, of that dtype; sums are taken in fp32.
-        """
-        if self._sums is None:
-            self._sums = self._open_sums()
-        numel = parts.numel()
-        return self._sums.reduce_scatter([parts.view(-1)], ((0, numel),), numel, factor=1.0, what=what)
-
-    def start(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], what: str, operation: str = "all-to-all"
-    ) -> Started:
+    def start(self, sources: Sequence[Tensor], targets: Sequence[Tensor], what: str) -> Started:
         """The same, under way beside what the main stream gets next. Collective.
 
         Args:
-            sources: ``[ranks, *piece]`` of one dtype, which may be given back at once; expanded, if it is the same for
-                all ranks.
+            sources: ``[ranks, *piece]`` of one dtype, which may be given back at once.
             targets: the same, which may be read after ``finish``.
-            operation: what the log of the axis calls it.
         """
         rank = self.axis.rank
         total = sum(source.numel() for source in sources)
         pieces = _pieces(sources, (rank + 1) % self.axis.world_size)
         laid = " ".join("".join(map(str, piece.order)) for piece in pieces)
-        with self.axis.log(operation, f"{what} ({laid})", sources[0].as_strided((total,), (0,))):
+        with self.axis.log("all-to-all", f"{what} ({laid})", sources[0].as_strided((total,), (0,))):
             slot, came = self._travel(sources, targets, pieces)
             for source, target in zip(sources, targets, strict=True):
                 _copy(target[rank], source[rank])
@@ -183,15 +144,14 @@ class PeerExchanges:
         for step in range(1, ranks):
             other = (rank + step) % ranks
             for piece, source in zip(pieces, sources, strict=True):
-                # What rank p has for rank r lies with it in row r - p - 1, modulo the number of ranks; for all in 0.
-                if step == 1 or source.stride(0):
-                    _copy(self._row(rank, slot, step - 1, piece, source), source[other].permute(piece.order))
+                # What rank p has for rank r lies with it in row r - p - 1, modulo the number of ranks.
+                _copy(self._row(rank, slot, step - 1, piece, source), source[other].permute(piece.order))
         with self._stream:
             self._met(but=slot)
             for step in range(1, ranks):  # each begins with another
                 other = (rank - step) % ranks
-                for piece, source, target in zip(pieces, sources, targets, strict=True):
-                    row = self._row(other, slot, step - 1 if source.stride(0) else 0, piece, target)
+                for piece, target in zip(pieces, targets, strict=True):
+                    row = self._row(other, slot, step - 1, piece, target)
                     _bring(target[other].permute(piece.order), row, self._stream)
             return slot, self._stream.event()
 
@@ -359,7 +319,7 @@ def exchanges_for(axis: Axis, tensor: Tensor, nbytes: int) -> PeerExchanges | No
     """Those that an engine opened along ``axis``, where they are faster than NCCL for ``nbytes`` of ``tensor``, of any
     shape and dtype, that each process sends."""
     opened = axis.log.exchanges
-    if opened is None or nbytes < LEAST_EXCHANGED_NBYTES:
+    if opened is None or nbytes < LEAST_EXCHANGED_NBYTES or not tensor.is_cuda:
         return None
     found: PeerExchanges | None = opened()
-    return found if found is not None and tensor.device.type == found.device_type else None
+    return found

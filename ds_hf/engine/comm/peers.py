@@ -90,9 +90,8 @@ class Peers:
         return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
 
     def exchanges(self) -> PeerExchanges:
-        """For activations, on the communication stream, on which nothing else may be done, and their sums on the main
-        stream."""
-        return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream, self.sums)
+        """For parts of sequences, on the communication stream, on which nothing else may be done."""
+        return PeerExchanges(self.axis, self._mapping, lambda: self._meet(_EXCHANGES), self.comm_stream)
 
 
 class Region:
@@ -167,19 +166,15 @@ class _Opened(Observer):
 
 
 def attach_exchanges(engine: Any) -> None:
-    """Open those along the axes that divide the engine's sequences and tokens; a feature of it. Collective."""
-    own, shape = engine.settings.ds_hf, engine.mesh.shape
-    for name, divides in (("sequence", True), ("tensor", own.tensor_sequence_parallel and not engine.mesh.is_given)):
-        if not divides or getattr(shape, name) == 1:
-            continue
-        axis = engine.mesh.axis(name)
-        found = None if axis.log.exchanges is None else axis.log.exchanges()
-        if found is None:
-            peers = open_peers(axis, engine.device, CommStream(engine.device))
-            found = None if peers is None else peers.exchanges()
-        if found is not None:
-            axis.log.exchanges = weakref.ref(found)
-            engine.events.add(_Opened(found))
+    """Open those along the axis that divides the engine's sequences; a feature of it. Collective."""
+    axis = engine.mesh.axis("sequence")
+    found = None if axis.log.exchanges is None else axis.log.exchanges()
+    if found is None:
+        peers = open_peers(axis, engine.device, CommStream(engine.device))
+        found = None if peers is None else peers.exchanges()
+    if found is not None:
+        axis.log.exchanges = weakref.ref(found)
+        engine.events.add(_Opened(found))
 
 
 def _made(axis: Axis, device: torch.device, comm_stream: CommStream, *, flushes: bool) -> Peers | None:

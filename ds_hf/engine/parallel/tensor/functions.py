@@ -26,13 +26,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.parallel.tensor.rows import gather_rows, group_of, sum_rows
 
 __all__ = [
     "SIDES",
@@ -179,7 +179,7 @@ def _sum(x: Tensor, place: Place, what: str) -> Tensor:
     if x.is_meta:
         return x
     if torch.compiler.is_compiling():
-        return cast(Tensor, functional.all_reduce(x, "sum", group_of(place.axis)))
+        return cast(Tensor, functional.all_reduce(x, "sum", _group(place.axis)))
     return collectives.all_reduce_sum(x, place.axis, what)
 
 
@@ -189,7 +189,7 @@ def _all_parts(x: Tensor, place: Place, what: str) -> Tensor:
     if x.is_meta:
         parts = x.new_empty(size, *x.shape)
     elif torch.compiler.is_compiling():
-        parts = functional.all_gather_tensor(x.unsqueeze(0), 0, group_of(place.axis))
+        parts = functional.all_gather_tensor(x.unsqueeze(0), 0, _group(place.axis))
     else:
         parts = x.new_empty(size, *x.shape)
         collectives.all_gather(parts.view(-1), x.view(-1), place.axis, what)
@@ -197,8 +197,15 @@ def _all_parts(x: Tensor, place: Place, what: str) -> Tensor:
 
 
 def _tokens_of_all(part: Tensor, place: Place, shape: tuple[int, ...], what: str) -> Tensor:
-    hidden = part.shape[-1]
-    found = gather_rows(part.reshape(-1, hidden).contiguous(), place.axis, what)
+    hidden, size = part.shape[-1], place.axis.world_size
+    rows = part.reshape(-1, hidden).contiguous()
+    if rows.is_meta:
+        found = rows.new_empty(size * rows.shape[0], hidden)
+    elif torch.compiler.is_compiling():
+        found = functional.all_gather_tensor(rows, 0, _group(place.axis))
+    else:
+        found = rows.new_empty(size * rows.shape[0], hidden)
+        collectives.all_gather(found.view(-1), rows.view(-1), place.axis, what)
     return found[: math.prod(shape)].view(*shape, hidden)
 
 
@@ -208,7 +215,17 @@ def _own_tokens(x: Tensor, place: Place) -> Tensor:
 
 
 def _sum_of_own_tokens(x: Tensor, place: Place, what: str) -> Tensor:
-    return _like_tokens(sum_rows(_padded_tokens(x, place)[0], place.axis, what), x)
+    rows, each = _padded_tokens(x, place)
+    if rows.is_meta:
+        found = rows.new_empty(each, rows.shape[1])
+    elif torch.compiler.is_compiling():
+        found = functional.reduce_scatter_tensor(rows, "sum", 0, _group(place.axis))
+    else:
+        own = collectives.reduce_gradient(
+            rows.view(-1), place.axis, scatter=True, scale_before=1.0, scale_after=1.0, what=what
+        )
+        found = own.view(each, -1)
+    return _like_tokens(found, x)
 
 
 def _padded_tokens(x: Tensor, place: Place) -> tuple[Tensor, int]:
@@ -225,6 +242,12 @@ def _like_tokens(rows: Tensor, x: Tensor) -> Tensor:
 def _own_part(x: Tensor, place: Place) -> Tensor:
     length = x.shape[-1] // place.axis.world_size
     return x.narrow(-1, place.axis.rank * length, length).contiguous()
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    group = dist.group.WORLD if axis.group is None else axis.group
+    assert group is not None
+    return group
 
 
 class _Copy(torch.autograd.Function):
