@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_hf.dtypes import name_of
 
-__all__ = ["encode_scalar", "newest"]
+__all__ = ["encode_scalar", "newest", "number"]
 
 
 def encode_scalar(value: Any) -> Any:
@@ -17,11 +17,16 @@ def encode_scalar(value: Any) -> Any:
     return [name_of(value.dtype), value.item()] if isinstance(value, Tensor) else value
 
 
+def number(value: Any) -> Any:
+    """A scalar of a manifest, without its dtype."""
+    return value[1] if isinstance(value, list) else value
+
+
 def newest(values: list[Any]) -> Any:
     """One scalar for a segment whose parameters were saved with several: that of the most steps."""
 
     def rank_of(value: Any) -> float:
-        number = value[1] if isinstance(value, list) else value
-        return float(number) if isinstance(number, int | float) and not math.isnan(number) else -math.inf
+        found = number(value)
+        return float(found) if isinstance(found, int | float) and not math.isnan(found) else -math.inf
 
     return max(values, key=rank_of)

@@ -68,7 +68,7 @@ def _written_by_this_run(folder: Path) -> Path | None:
 def _newest(folder: Path, since: float, until: float | None) -> Path | None:
     """The last checkpoint in ``folder`` that is whole and written between ``since`` and ``until`` (seconds since the
     epoch)."""
-    # this module's get_last_checkpoint passes over unfinished ones: see ``hf.trainer``
+    # this module's get_last_checkpoint passes over unfinished ones: see ``hf.resuming``
     trainer: Any = importlib.import_module("transformers.trainer")
 
     if not folder.is_dir():

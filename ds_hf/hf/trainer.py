@@ -5,7 +5,7 @@
 - ``save_only_model`` with ``load_best_model_at_end``: the weights alone are loaded.
 - checkpoints that are written in the background: ``save_total_limit`` removes none before a later one is on disk,
   ``train()`` returns when the last one is, and none is uploaded before it is.
-- ``get_last_checkpoint`` and ``resume_from_checkpoint=True`` pass over a checkpoint whose saving was interrupted.
+- what it resumes from is whole, and of one save: see ``hf.resuming``.
 - ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest and of
   parts; tokens and operations of processes that share layers, which have the same samples.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
@@ -31,9 +31,10 @@ import wrapt
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
+from ds_hf.hf.resuming import check_resumed, compare_with_engine, pass_over_unfinished, unfinished
 from ds_hf.hf.sampling import check_batches, sample_by_metrics
 from ds_hf.hf.token_batches import follow_schedule
-from ds_hf.log import logger, warn_once
+from ds_hf.log import warn_once
 from ds_hf.measure.saving import being_measured
 
 if TYPE_CHECKING:
@@ -45,12 +46,13 @@ __all__ = ["wrap_trainer", "wrap_trainer_utils"]
 def wrap_trainer(module: ModuleType) -> None:
     """Hook of ``transformers.trainer``."""
     hooks = {
-        "train": go_on_after_restart,
+        "train": _train,
         "create_accelerator_and_postprocess": _lift_refusals,
         "_update_auto_batch_size": _tell_batch_size,
         "_prepare_for_training": _forget_destroyed_engine,
         "training_step": _fail_together,
         "_load_best_model": _load_weights_alone,
+        "_load_optimizer_and_scheduler": compare_with_engine,
         "_save_checkpoint": _prune_later,
         "_push_from_checkpoint": _push_when_written,
         "_get_train_sampler": sample_by_metrics,
@@ -71,7 +73,15 @@ def wrap_trainer(module: ModuleType) -> None:
 
 def wrap_trainer_utils(module: ModuleType) -> None:
     """Hook of ``transformers.trainer_utils``, from which scripts take what looks for the last checkpoint."""
-    wrap(module, "get_last_checkpoint", _pass_over_unfinished)
+    wrap(module, "get_last_checkpoint", pass_over_unfinished)
+
+
+def _train(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = check_resumed(trainer, args[0] if args else kwargs.pop("resume_from_checkpoint", None))
+        return wrapped(given, *args[1:], **kwargs)
+
+    return go_on_after_restart(checked, trainer, args, kwargs)
 
 
 def _lift_refusals(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -176,7 +186,7 @@ def _prune_when_written(engine: Engine, trainer: Any, trial: Any) -> None:
 
         folder = trainer._get_output_dir(trial=trial)
         for path in Path(folder).glob("checkpoint-*"):
-            if path.is_dir() and _unfinished(path):  # left by a killed process: it goes first, whatever its number
+            if path.is_dir() and unfinished(path):  # left by a killed process: it goes first, whatever its number
                 os.utime(path, (0, 0))
         rotate_checkpoints(
             output_dir=folder,
@@ -192,39 +202,6 @@ def _push_when_written(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
     if engine is not None:
         engine.wait_for_checkpoint()
     return wrapped(*args, **kwargs)
-
-
-def _pass_over_unfinished(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``checkpoint-N`` exists before all of it is there: the last one may be what a killed process left."""
-    newest = wrapped(*args, **kwargs)
-    if newest is None or not any(Path(newest).parent.glob("checkpoint-*/*global_step*")):
-        return newest
-    folders = [path for path in Path(newest).parent.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        fault = _unfinished(path)
-        if not fault:
-            return str(path)
-        logger.warning("not resuming from %s: %s", path, fault)
-    return newest
-
-
-def _unfinished(folder: Path) -> str:
-    """What a Trainer's checkpoint lacks to resume from it."""
-    if not (folder / "trainer_state.json").is_file():
-        return "it has no trainer_state.json: its saving was interrupted"
-    from ds_hf.checkpoint.places import find_folder
-    from ds_hf.checkpoint.verify import quick_faults
-    from ds_hf.errors import CheckpointError
-
-    if not any(folder.glob("*global_step*")):
-        return ""  # save_only_model: the Trainer says itself that there is nothing to resume from
-    try:
-        place = find_folder(folder)
-    except CheckpointError as error:
-        return str(error)
-    if any(place.glob("*_optim_states.pt")) and not any(place.glob("rank_*.safetensors")):
-        return ""  # DeepSpeed wrote it
-    return next(iter(quick_faults(place)), "")
 
 
 def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -6,7 +6,9 @@ Each mutated checkpoint is loaded, or converted, by a process that may take 200 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import logging
 import os
 import random
 import re
@@ -28,6 +30,7 @@ from hypothesis import strategies as st
 
 from ds_hf.checkpoint import zero_to_fp32
 from ds_hf.checkpoint.dcp import write_dcp
+from ds_hf.checkpoint.deepspeed.pickles import SAVE, load_any, save_pickled
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_source
@@ -500,8 +503,7 @@ def _is_right_or_refused(folder: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(shutil.copytree(folder, Path(name) / folder.name))
         files = sorted(path for path in place.rglob("*") if path.is_file() and path.name != "zero_to_fp32.py")
-        alone = folder.name == "universal"  # nothing in DeepSpeed's small files says of which state they are
-        spoil = wrong_file if alone or data.draw(st.integers(0, 3)) else partial(exchanged, files=files)
+        spoil = wrong_file if data.draw(st.integers(0, 3)) else partial(exchanged, files=files)
         done = data.draw(spoil(data.draw(st.sampled_from(files))))
         note(done)
         with contextlib.suppress(CheckpointError):
@@ -523,3 +525,45 @@ def test_a_spoilt_checkpoint_is_right_or_refused(formats: dict[str, Path], kind:
 @examples(LONG)
 def test_spoilt_checkpoints_are_right_or_refused(formats: dict[str, Path], kind: str, data: st.DataObject) -> None:
     _is_right_or_refused(formats[kind], data)
+
+
+def _taken_from(folder: Path, other: Path) -> list[Path]:
+    """Files of ``folder`` that are taken when those of ``other`` are in their place."""
+    taken = []
+    for path in sorted(path for path in folder.rglob("*.pt") if path.is_file()):
+        own = path.read_bytes()
+        path.write_bytes((other / path.relative_to(folder)).read_bytes())
+        with contextlib.suppress(CheckpointError):
+            _values(folder)
+            taken.append(path)
+        path.write_bytes(own)
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["universal", "deepspeed2", "deepspeed3"])
+def test_a_file_of_another_save_is_refused(
+    formats: dict[str, Path], tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shapes, sizes and the files' own checksums fit: the same checkpoint was written twice."""
+    folder, other = Path(shutil.copytree(formats[kind], tmp_path / "copy")), tmp_path / "other"
+    if kind == "universal":
+        write_universal(open_source(formats["ours"]), other)
+    else:
+        write_deepspeed(open_source(formats["ours"]), other, Target(int(kind[-1]), 2, 10**9), "tag")
+    # steps are the same; what the stage 3 of DeepSpeed reads, and a second copy of buffers, ds_hf does not
+    unread = ("step.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt") if kind == "universal" else ()
+    taken = [path for path in _taken_from(folder, other) if path.name not in unread]
+    assert all(kind == "universal" and not path.with_name("exp_avg.pt").exists() for path in taken)
+    if kind == "universal":
+        step = next(folder.glob("zero/*/step.pt"))
+        save_pickled(step, torch.tensor(7.0))
+        with pytest.raises(CheckpointError, match=r"step\.pt is of another save than the files beside it"):
+            _values(folder)
+        return
+    for path in folder.rglob("*.pt"):  # as DeepSpeed writes them, whose files do not say it
+        content = copy.deepcopy(load_any(path))
+        del content[SAVE]
+        save_pickled(path, {**content, "global_steps": 5} if "model_states" in path.name else content)
+    with caplog.at_level(logging.WARNING, "ds_hf"):
+        _values(folder)
+    assert "was saved after 5 updates of the weights, and the optimizer's states after 1" in caplog.text

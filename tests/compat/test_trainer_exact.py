@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, trainer_utils
 from transformers.trainer import get_last_checkpoint
 
 import ds_hf.engine.checkpoint.background as background
-from ds_hf.hf.trainer import _unfinished
+from ds_hf.errors import CheckpointError
+from ds_hf.hf.resuming import unfinished
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
 
@@ -88,7 +89,7 @@ def limited(folder: Path, limit: int) -> tuple[list[list[str]], list[str], list[
         return write(place, part)
 
     def loadable() -> list[str]:
-        return sorted(path.name for path in folder.glob("checkpoint-*") if not _unfinished(path))
+        return sorted(path.name for path in folder.glob("checkpoint-*") if not unfinished(path))
 
     removed: list[list[str]] = []
 
@@ -143,10 +144,34 @@ def saved(folder: Path) -> None:
     make_trainer(folder, config(2), max_steps=3, save_strategy="steps", save_steps=1).train()
 
 
+def resumed(folder: Path, checkpoint: str) -> list[str]:
+    """What is told or raised when training goes on from it."""
+    told: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hf").addHandler(heard)
+    trainer = make_trainer(folder / "out", config(2), max_steps=3)
+    try:
+        trainer.train(resume_from_checkpoint=str(folder / checkpoint))
+    except CheckpointError as error:
+        told.append(f"refused: {error}")
+    logging.getLogger("ds_hf").removeHandler(heard)
+    return told
+
+
+def resumed_from_each(folder: Path, *checkpoints: str) -> list[list[str]]:
+    return [resumed(folder, checkpoint) for checkpoint in checkpoints]
+
+
 def test_interrupted_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_user_code(saved, tmp_path, world_size=1)
+    run_user_code(saved, tmp_path)
     one, two, three = (tmp_path / f"checkpoint-{step}" for step in (1, 2, 3))
     assert get_last_checkpoint(str(tmp_path)) == str(three)
+    schedule = three / "scheduler.pt"
+    whole = schedule.read_bytes()
+    schedule.write_bytes(whole[: len(whole) // 2])
+    assert get_last_checkpoint(str(tmp_path)) == str(two)
+    schedule.write_bytes(whole)
     (three / "trainer_state.json").unlink()
     with caplog.at_level(logging.WARNING, "ds_hf"):
         assert get_last_checkpoint(str(tmp_path)) == str(two)
@@ -154,9 +179,51 @@ def test_interrupted_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.
     (two / "global_step2").rename(two / ".global_step2.saving-host-1-0123456789ab")
     with caplog.at_level(logging.WARNING, "ds_hf"):
         assert get_last_checkpoint(str(tmp_path)) == str(one)
-    assert "global_step2 does not exist" in caplog.text
+    assert "checkpoint-2: what the engine writes is not in it" in caplog.text
+    shutil.rmtree(two / ".global_step2.saving-host-1-0123456789ab")  # killed before it had begun
+    assert get_last_checkpoint(str(tmp_path)) == str(one)
     tensors = one / "global_step1/rank_00000.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    assert get_last_checkpoint(str(tmp_path)) == str(three)  # none will do: the Trainer fails as it would
+    assert get_last_checkpoint(str(tmp_path)) == str(one)  # whose save had ended: the load says what is wrong with it
     manifest = json.loads((one / "global_step1/manifest.json").read_text())
     assert manifest["files"]["rank_00000.safetensors"] == tensors.stat().st_size + 1
+    tensors.unlink()
+    assert "is missing: the checkpoint is incomplete" in unfinished(one)
+    (one / "trainer_state.json").write_text("")
+    assert get_last_checkpoint(str(tmp_path)) is None  # no save had ended: a script begins anew
+
+
+def test_the_trainers_own_files_are_whole_and_of_one_save(tmp_path: Path) -> None:
+    """Damaged, missing, or of another step: refused by name on all processes, or told."""
+    run_user_code(saved, tmp_path)
+    two, three = tmp_path / "checkpoint-2", tmp_path / "checkpoint-3"
+
+    def spoilt(name: str, file: str, content: bytes | None) -> str:
+        shutil.copytree(two, tmp_path / name)
+        (tmp_path / name / file).unlink()
+        if content is not None:
+            (tmp_path / name / file).write_bytes(content)
+        return name
+
+    random = (two / "rng_state_1.pth").read_bytes()
+    names = [
+        spoilt("state", "trainer_state.json", b'{"global_step": 2, "epo'),
+        spoilt("schedule", "scheduler.pt", b""),
+        spoilt("random", "rng_state_1.pth", random[:1000] + bytes([random[1000] ^ 4]) + random[1001:]),
+        spoilt("lacking", "scheduler.pt", None),
+        spoilt("later", "trainer_state.json", (three / "trainer_state.json").read_bytes()),
+        spoilt("faster", "scheduler.pt", (three / "scheduler.pt").read_bytes()),
+        "checkpoint-2",
+    ]
+    for rank, told in enumerate(run_user_code(resumed_from_each, tmp_path, *names)):
+        for name, file in zip(
+            names[:4], ("trainer_state.json", "scheduler.pt", "rng_state_1.pth", "scheduler.pt"), strict=True
+        ):
+            (text,) = told[names.index(name)]
+            assert text.startswith(f"refused: {tmp_path / name} is not resumed from: {tmp_path / name / file} ")
+        if rank == 0:
+            (text,) = told[4]
+            assert "trainer_state.json was written after step 3, and the engine's files after 2" in text
+            (text,) = told[5]
+            assert "scheduler.pt is at learning rates [0.0" in text
+        assert told[6] == []

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.experts import AUTOEP, ExpertFiles, with_experts
 from ds_hf.checkpoint.deepspeed.layout import Grid, count_of
-from ds_hf.checkpoint.deepspeed.pickles import load_pickled, of
+from ds_hf.checkpoint.deepspeed.pickles import SAVE, load_pickled, of
 from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace, SliceRules, given_info
 from ds_hf.checkpoint.deepspeed.whole import ExpertTensor, Found, Local, Written
 from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
+from ds_hf.checkpoint.scalars import newest, number
 from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Source
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
 
 __all__ = ["ModelStates"]
 
@@ -27,10 +29,10 @@ _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", AUTOEP,
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", AUTOEP, SAVE,
 }  # fmt: skip
 _COMPARED = 256  # elements of an expert's tensor
-_ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+_ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", SAVE)
 
 
 class ModelStates:
@@ -74,6 +76,24 @@ class ModelStates:
                             f"{key} is {self.first.get(key)!s:.40} in {self.grid.models[0][0]} and "
                             f"{state.get(key)!s:.40} in {name}: the files are of different saves"
                         )
+
+    def check_save(self, content: Mapping[str, Any], name: str) -> None:
+        """What ds_hf has written in DeepSpeed's formats says of which save each file is; DeepSpeed's files do not."""
+        if content.get(SAVE) != self.first.get(SAVE):
+            raise self._fail(f"{name} and {self.grid.models[0][0]} are of different saves: copy the folder again")
+
+    def _compare_steps(self, found: Found) -> None:
+        """Of files that do not say it, the steps tell: the optimizer's beside the engine's."""
+        steps = [saved.scalars["step"] for saved in found.parameters.values() if "step" in saved.scalars]
+        counted = [count_of(self.first.get(key, 0)) for key in ("global_steps", "skipped_steps")]
+        updates = counted[0] - counted[1]
+        if not steps or updates <= 0 or number(newest(steps)) == updates:
+            return
+        logger.warning(
+            "%s: %s was saved after %d updates of the weights, and the optimizer's states after %s. Unless that run "
+            "had begun with weights alone, the files are of different saves: copy the folder again",
+            self.folder, self.grid.models[0][0], updates, number(newest(steps)),
+        )  # fmt: skip
 
     def _degrees(self) -> tuple[int, int]:
         ranks = len(self.content)
@@ -284,6 +304,7 @@ class ModelStates:
         """What was found, as any other checkpoint is."""
         if self.experts.stacked and found.groups and len(common.get("param_groups") or ()) == len(found.groups):
             common["param_groups"], found.groups = with_experts(common["param_groups"], found.groups)
+        self._compare_steps(found)
         order = {name: None for column in range(len(self.content)) for name in self.module(column)}
         parameters = _ordered(found.parameters, list(order))
         nbytes = {name: (self.folder / name).stat().st_size for name in files}

@@ -27,6 +27,7 @@ from ds_hf.log import warn_once
 from ds_hf.printable import harmless
 
 __all__ = [
+    "SAVE",
     "DynamicScaler",
     "FragmentAddress",
     "StaticScaler",
@@ -46,6 +47,7 @@ __all__ = [
 
 _RANKED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states")
 _ADMITTING = threading.Lock()  # torch's list of admitted classes is the process's; leaving restores what entering saw
+SAVE = "ds_hf_save"  # in each file of a folder that ds_hf writes: of which save it is. DeepSpeed passes over it
 READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
 
 

@@ -123,8 +123,9 @@ class _Reader:
             raise self._fail(f"{self.states.world_size} ranks wrote it, but there are optimizer states of {len(names)}")
         found = []
         for name in names:
-            content = load_pickled(self.folder / name).get("optimizer_state_dict")
-            found.append(of(dict, content, self.folder / name, "optimizer_state_dict"))
+            content = load_pickled(self.folder / name)
+            self.states.check_save(content, name)
+            found.append(of(dict, content.get("optimizer_state_dict"), self.folder / name, "optimizer_state_dict"))
         return found
 
     # -- trained parameters ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor
 from ds_hf.checkpoint.deepspeed.layout import find_grid, is_model_file
 from ds_hf.checkpoint.deepspeed.module import ModelStates
 from ds_hf.checkpoint.deepspeed.pickles import (
+    SAVE,
     as_step,
     base_groups,
     is_summed,
@@ -45,7 +46,7 @@ __all__ = ["LATEST", "OPTIMIZER_STATE", "STATES", "WRITTEN_AS", "is_universal", 
 LATEST = "latest_universal"  # beside the folder, as ``latest`` is beside others
 STATES = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
-WRITTEN_AS = "ds_hf_file"  # beside a tensor: of which parameter and state it was written
+WRITTEN_AS = "ds_hf_file"  # beside a tensor: of which parameter and state it was written, after which step, ``SAVE``
 _VALUE = "fp32"
 
 
@@ -84,6 +85,7 @@ class _Reader:
     def read(self) -> Source:
         states, common = self.states, self.states.common()
         options = load_pickled(self.folder / STATES / OPTIMIZER_STATE)
+        states.check_save(options, f"{STATES}/{OPTIMIZER_STATE}")
         stage3 = options.get("optimizer_state_dict")
         shapes = self._shapes()
         states.experts.check_universal(states.first)
@@ -131,7 +133,8 @@ class _Reader:
         moments = self._written(name)
         if _VALUE not in moments:
             raise self._fail(f"{STATES}/{name}/{_VALUE}.pt is missing")
-        value = _File(self.folder, f"{STATES}/{name}/{_VALUE}.pt")
+        save = self.states.first.get(SAVE)
+        value = _File(self.folder, f"{STATES}/{name}/{_VALUE}.pt", save)
         whole = value.shape
         vocabulary = value.keys.get("vocab_tensor") is True
         if shape is not None and whole != shape:
@@ -144,10 +147,14 @@ class _Reader:
         scalars: dict[str, Any] = {}
         if (self.folder / STATES / name / "step.pt").is_file():
             step = _number(self.folder / STATES / name / "step.pt")
+            if float(step) != value.written.get("step", float(step)):
+                raise self._fail(
+                    f"{STATES}/{name}/step.pt is of another save than the files beside it: copy them again"
+                )
             self.files.append(f"{STATES}/{name}/step.pt")
         for state in moments:
             if state != _VALUE:
-                other = _File(self.folder, f"{STATES}/{name}/{state}.pt", numel)
+                other = _File(self.folder, f"{STATES}/{name}/{state}.pt", save, numel)
                 self.found.tensors[value.file, other.file] = other
                 states[state] = other.file
                 self.files.append(other.file)
@@ -226,10 +233,12 @@ class _File:
 
     Attributes:
         file: its name in the checkpoint's folder.
+        written: what ds_hf has noted beside the tensor.
     """
 
-    def __init__(self, folder: Path, file: str, numel: int | None = None) -> None:
-        self.file, self._path, self._numel = file, folder / file, numel
+    def __init__(self, folder: Path, file: str, save: Any, numel: int | None = None) -> None:
+        self.file, self._path, self._save, self._numel = file, folder / file, save, numel
+        self.written: dict[Any, Any] = {}
         self._loaded: tuple[Tensor, dict[str, Any]] | None = None
         self._summed = False
 
@@ -242,13 +251,18 @@ class _File:
                 raise CheckpointError(f"{self._path} holds no tensor of floating-point numbers")
             if self._numel is not None and value.numel() != self._numel:
                 raise CheckpointError(f"{self._path} has {value.numel()} elements, and the parameter has {self._numel}")
-            self._check_place(keys.get(WRITTEN_AS))
+            written = keys.get(WRITTEN_AS)
+            self.written = written if isinstance(written, dict) else {"as": written}  # earlier versions: where alone
+            self._check_place()
             self._loaded = value.detach(), {str(key): entry for key, entry in keys.items() if key != WRITTEN_AS}
         return self._loaded
 
-    def _check_place(self, written_as: Any) -> None:
-        """Files of two parameters of one shape, or of two states, may have been exchanged; DeepSpeed's do not tell."""
-        here = self.file.removeprefix(f"{STATES}/").removesuffix(".pt")
+    def _check_place(self) -> None:
+        """Files of two parameters of one shape, of two states or saves may have been exchanged; DeepSpeed's do not
+        tell."""
+        here, written_as = self.file.removeprefix(f"{STATES}/").removesuffix(".pt"), self.written.get("as")
+        if self.written.get(SAVE, self._save) != self._save:
+            raise CheckpointError(f"{self._path} is of another save than the folder: copy the folder again")
         if isinstance(written_as, str) and written_as != here:
             raise CheckpointError(
                 f"{self._path} was written as {written_as}.pt: files are in each other's place, so copy them again"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,18 @@ from torch import Tensor
 from ds_hf.checkpoint.commit import publish, stage
 from ds_hf.checkpoint.convert import state_bytes, target_of
 from ds_hf.checkpoint.deepspeed.layout import even_parts, in_order
-from ds_hf.checkpoint.deepspeed.pickles import DynamicScaler, FragmentAddress, StaticScaler, ZeroStage, save_pickled
+from ds_hf.checkpoint.deepspeed.pickles import (
+    SAVE,
+    DynamicScaler,
+    FragmentAddress,
+    StaticScaler,
+    ZeroStage,
+    save_pickled,
+)
 from ds_hf.checkpoint.deepspeed.slices import INFO
 from ds_hf.checkpoint.files import model_states_name, optimizer_states_name, replace_text
 from ds_hf.checkpoint.format import SavedParameter
+from ds_hf.checkpoint.scalars import number
 from ds_hf.checkpoint.source import Report, Source
 from ds_hf.errors import CheckpointError
 
@@ -35,7 +44,7 @@ __all__ = [
     "Target",
     "flats_of",
     "model_state",
-    "number",
+    "new_save",
     "param_groups_of",
     "scaler_state",
     "write_deepspeed",
@@ -86,21 +95,27 @@ def write_deepspeed(
         raise CheckpointError("DeepSpeed's files are written for stage 1, 2 or 3 and at least one rank")
     flats = flats_of(source, target)
     root, folder = target_of(source, save_dir, tag)
+    save = new_save()
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
     with stage(folder, state_bytes(source)) as staged:
         for rank in range(target.world_size):
             name = optimizer_states_name(rank, bf16=bf16)
             state = _optimizer_state(source, flats, target, rank)
-            content = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": DEEPSPEED_VERSION}
+            content = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": DEEPSPEED_VERSION, **save}
             save_pickled(staged / name, content)
             if rank == 0 or target.sharded:
                 name = model_states_name(rank, sharded=target.sharded)
-                save_pickled(staged / name, model_state(source, flats, target, rank))
+                save_pickled(staged / name, {**model_state(source, flats, target, rank), **save})
             if report is not None:
                 report(rank + 1, target.world_size)
         publish(staged, folder)
     replace_text(root / "latest", os.fspath(folder.relative_to(root)))
     return folder
+
+
+def new_save() -> dict[str, str]:
+    """The entry that all files of one save have in common, and no others."""
+    return {SAVE: uuid.uuid4().hex}
 
 
 def flats_of(source: Source, target: Target) -> list[_Flat]:
@@ -218,11 +233,6 @@ def _scalars(parameters: Sequence[SavedParameter]) -> dict[str, Any]:
         for key, value in saved.scalars.items():
             found[key] = int(number(value)) if key == "step" else number(value)
     return found
-
-
-def number(value: Any) -> Any:
-    """A scalar of a manifest, without its dtype."""
-    return value[1] if isinstance(value, list) else value
 
 
 def scaler_state(source: Source) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ds_hf.checkpoint.deepspeed.write import (
     Target,
     flats_of,
     model_state,
-    number,
+    new_save,
     param_groups_of,
     scaler_state,
 )
@@ -33,7 +33,7 @@ from ds_hf.checkpoint.files import model_states_name, replace_text
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.holds import sync
 from ds_hf.checkpoint.places import folder_of
-from ds_hf.checkpoint.scalars import newest
+from ds_hf.checkpoint.scalars import newest, number
 from ds_hf.checkpoint.source import Report, Source
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
@@ -70,13 +70,13 @@ def write_universal(
         raise CheckpointError(f"{target} exists and is not a universal checkpoint: give another folder")
     source.check()
     keys = _Keys(source)
-    flats = flats_of(source, Target(2, 1))
+    flats, save = flats_of(source, Target(2, 1)), new_save()
     with stage(target, state_bytes(source), over=True) as staged:
         (staged / STATES).mkdir()
         trained = [saved for flat in flats for saved in flat.parameters]
-        _write_states(source, staged / STATES, trained, keys, workers, report)
+        _write_states(source, staged / STATES, trained, keys, save, workers, report)
         keys.check_used(strict)
-        _write_rest(source, staged / STATES, {saved.name for saved in trained})
+        _write_rest(source, staged / STATES, {saved.name for saved in trained}, save)
         options = {
             **scaler_state(source),
             "param_groups": param_groups_of(source, flats),
@@ -84,10 +84,10 @@ def write_universal(
         }
         save_pickled(
             staged / STATES / OPTIMIZER_STATE,
-            {**options, "optimizer_state_dict": _at_stage_3(source, trained, options)},
+            {**options, **save, "optimizer_state_dict": _at_stage_3(source, trained, options)},
         )
         for level in (2, 3):
-            state = model_state(source, flats, Target(level, 1), 0)
+            state = {**model_state(source, flats, Target(level, 1), 0), **save}
             name = model_states_name(0, sharded=level == 3)
             save_pickled(staged / name, state if keys.info is None else {**state, INFO: keys.info})
         sync(staged / STATES)
@@ -104,6 +104,7 @@ def _write_states(
     folder: Path,
     trained: Sequence[SavedParameter],
     keys: _Keys,
+    save: dict[str, str],
     workers: int,
     report: Report | None,
 ) -> None:
@@ -116,7 +117,10 @@ def _write_states(
         for state in ("master", *saved.moments, *_moments_among_scalars(saved)):
             value = _whole(source, saved, state)[: torch.Size(shape).numel()].view(shape)
             file = _FILE_OF.get(state, state)
-            save_pickled(inside / f"{file}.pt", {**said, WRITTEN_AS: f"{saved.name}/{file}", "param": value})
+            written: dict[str, Any] = {"as": f"{saved.name}/{file}", **save}
+            if "step" in saved.scalars:
+                written["step"] = float(number(saved.scalars["step"]))
+            save_pickled(inside / f"{file}.pt", {**said, WRITTEN_AS: written, "param": value})
         if "step" in saved.scalars:
             save_pickled(inside / "step.pt", _step(source, saved.scalars["step"]))
         sync(inside)
@@ -144,14 +148,15 @@ def _whole(source: Source, saved: SavedParameter, state: str) -> Tensor:
     return torch.tensor([float(number(saved.scalars[state]))])
 
 
-def _write_rest(source: Source, folder: Path, trained: set[str]) -> None:
+def _write_rest(source: Source, folder: Path, trained: set[str], save: dict[str, str]) -> None:
     """Frozen parameters and buffers, as DeepSpeed writes them: values alone, in fp32."""
     for weight in source.weights():
         if weight.name in trained:
             continue
         inside = folder / _folder_name(weight.name)
         inside.mkdir()
-        save_pickled(inside / "fp32.pt", {"param": weight.read().reshape(weight.shape).float()})
+        value = weight.read().reshape(weight.shape).float()
+        save_pickled(inside / "fp32.pt", {WRITTEN_AS: {"as": f"{weight.name}/fp32", **save}, "param": value})
 
 
 def _at_stage_3(source: Source, trained: Sequence[SavedParameter], options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""What a Trainer resumes from: a checkpoint that is whole, and whose files are of one save.
+
+``checkpoint-N`` exists before all of it is there, and beside what the engine writes, which has checksums, lie files of
+the Trainer: its state, a schedule and random states. ``torch.load`` and ``json`` say of a damaged one neither which it
+is nor what to do, and a file of another save would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of
+from ds_hf.log import logger
+
+__all__ = ["check_resumed", "compare_with_engine", "pass_over_unfinished", "unfinished"]
+
+STATE, SCHEDULE = "trainer_state.json", "scheduler.pt"
+
+
+def pass_over_unfinished(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around ``get_last_checkpoint``: the last one that is whole; none, if no save had come to its end."""
+    newest = wrapped(*args, **kwargs)
+    if newest is None:
+        return None
+    root = Path(newest).parent
+    if not (_deepspeed_trains() or any(root.glob("checkpoint-*/*global_step*"))):
+        return newest
+    folders = [path for path in root.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    ended = []
+    for path in sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        fault = unfinished(path)
+        if not fault:
+            return str(path)
+        logger.warning("not resuming from %s: %s", path, fault)
+        if _ended(path):
+            ended.append(path)
+    return str(ended[0]) if ended else None  # loading it says what is wrong with it
+
+
+def _deepspeed_trains() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _ended(folder: Path) -> bool:
+    """Whether the save had come to its end, so that there was something which is damaged now."""
+    state = folder / STATE
+    return state.is_file() and state.stat().st_size > 0 and not _lacks_engine(folder)
+
+
+def _lacks_engine(folder: Path) -> bool:
+    """Whether what the engine writes is not there yet. A ``save_only_model`` has no random states either; another
+    library's optimizer lies there as a file."""
+    if any(path for path in folder.glob("*global_step*") if not path.name.startswith(".")):
+        return False
+    begun = any(folder.glob("*global_step*")) or any(folder.glob("rng_state*.pth"))
+    return begun and not any(folder.glob("optimizer*"))
+
+
+def unfinished(folder: Path) -> str:
+    """What a Trainer's checkpoint lacks to resume from it."""
+    from ds_hf.checkpoint.format import MANIFEST
+    from ds_hf.checkpoint.formats import named_by_latest
+    from ds_hf.checkpoint.places import find_folder
+    from ds_hf.checkpoint.verify import quick_faults
+    from ds_hf.errors import CheckpointError
+
+    fault = _own_fault(folder)
+    if fault:
+        return fault
+    if _lacks_engine(folder):
+        return "what the engine writes is not in it: its saving was interrupted"
+    if not any(folder.glob("*global_step*")):
+        return ""  # save_only_model: the Trainer says itself that there is nothing to resume from
+    try:
+        place = find_folder(folder, latest=named_by_latest(folder) or "latest")
+    except CheckpointError as error:
+        return str(error)
+    ours = (place / MANIFEST).is_file() or any(place.glob("rank_*.safetensors")) or not any(place.glob("*_states.pt"))
+    return next(iter(quick_faults(place)), "") if ours else ""
+
+
+def _own_fault(folder: Path, rank: int | None = None) -> str:
+    """What is wrong with the Trainer's own files; of random states those of ``rank``, or of a single process."""
+    from ds_hf.checkpoint.trust.pickled import check_pickled
+    from ds_hf.errors import CheckpointError
+    from ds_hf.regular_files import read_object
+
+    state = folder / STATE
+    if not state.is_file():
+        return f"it has no {STATE}: its saving was interrupted"
+    try:
+        read_object(state)
+    except (OSError, ValueError) as error:
+        return f"{state} cannot be read: {getattr(error, 'strerror', None) or error}"
+    names = [SCHEDULE] if rank is None else [SCHEDULE, "rng_state.pth", f"rng_state_{rank}.pth"]
+    try:
+        for path in [folder / name for name in names]:
+            if os.path.lexists(path):
+                check_pickled(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def check_resumed(trainer: Any, given: Any) -> Any:
+    """Before ``Trainer.train``: the Trainer's files in what it resumes from can be read, on each process.
+
+    Args:
+        given: ``resume_from_checkpoint``.
+
+    Returns:
+        the same, or the last checkpoint where it is ``True``.
+
+    Raises:
+        CheckpointError: one cannot, on whatever process.
+    """
+    if trainer.args.deepspeed_plugin is None:
+        return given
+    if given is True:
+        found: Any = importlib.import_module("transformers.trainer")
+        given = found.get_last_checkpoint(trainer.args.output_dir) or given
+    if not isinstance(given, str | os.PathLike) or not Path(given).is_dir():
+        return given
+    from ds_hf.errors import CheckpointError
+
+    faults = [_own_fault(Path(given), trainer.args.process_index)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        faults *= dist.get_world_size()
+        dist.all_gather_object(faults, faults[0])
+    for fault in filter(None, faults):
+        raise CheckpointError(_refused(given, fault))
+    return given
+
+
+def _refused(folder: Any, fault: str) -> str:
+    return f"{folder} is not resumed from: {fault}. Copy it again, or give another checkpoint"
+
+
+def compare_with_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around ``_load_optimizer_and_scheduler``, when the engine has its states: tells of files of another save."""
+    checkpoint, engine = args[0] if args else kwargs.get("checkpoint"), engine_of(trainer)
+    if checkpoint is None or engine is None:
+        return wrapped(*args, **kwargs)
+    from ds_hf.errors import CheckpointError
+    from ds_hf.regular_files import read_object
+
+    folder = Path(checkpoint)
+    try:
+        found = wrapped(*args, **kwargs)
+    except FileNotFoundError as error:  # on all processes alike; who has a schedule of DeepSpeed's has no such file
+        raise CheckpointError(_refused(folder, f"{error.filename} is missing")) from None
+    step = read_object(folder / STATE).get("global_step")
+    if step != engine.global_steps:
+        _tell(f"{folder / STATE} was written after step {step}, and the engine's files after {engine.global_steps}")
+    if not (folder / SCHEDULE).is_file() or engine.optimizer is None:
+        return found
+    rates = [float(rate) for rate in getattr(trainer.lr_scheduler, "get_last_lr", list)()]
+    held = [float(group["lr"]) for group in engine.optimizer.param_groups]
+    if len(rates) == len(held) and not all(map(_equal, rates, held)):
+        _tell(f"{folder / SCHEDULE} is at learning rates {rates}, and the engine's files at {held}")
+    return found
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-30)
+
+
+def _tell(difference: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "%s: unless your script sets that itself, the files are of different saves. Copy the checkpoint again, or "
+            "resume from another one",
+            difference,
+        )
