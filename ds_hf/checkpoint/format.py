@@ -92,6 +92,7 @@ class SavedParameter:
     fragments: tuple[SavedFragment, ...]
     scalars: dict[str, Any]
     order: tuple[int, ...] = field(default=(), kw_only=True)
+    dtype: str = field(default="", kw_only=True)  # of its values; formats that do not say so leave it to their tensors
 
     @property
     def numel(self) -> int:

@@ -289,10 +289,13 @@ class _ManifestParser:
             self._fail(f"the fragments of {name} {fault}")
         scalars = self._of(dict, entry.get("scalars", {}), f"scalars of {name}")
         trainable = self._of(bool, entry.get("trainable"), f"trainable of {name}")
+        dtype = self._of(str, entry.get("dtype", ""), f"dtype of {name}")
         order = [self._count(n, f"order of {name}") for n in self._of(list, entry.get("order", []), f"order of {name}")]
         if order and sorted(order) != [*range(len(shape))]:
             self._fail(f"the order of {name} is not one of its {len(shape)} dims")
-        return SavedParameter(name, shape, trainable, states, tuple(fragments), scalars, order=tuple(order))
+        return SavedParameter(
+            name, shape, trainable, states, tuple(fragments), scalars, order=tuple(order), dtype=dtype
+        )
 
     def _fragment(self, name: str, row: Any) -> SavedFragment:
         if not isinstance(row, list) or len(row) not in (4, 5):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_hf.checkpoint.boxes import boxes
 from ds_hf.checkpoint.format import SavedBuffer, SavedCut, SavedFragment, SavedParameter
+from ds_hf.dtypes import torch_dtype
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import open_regular
 
@@ -116,7 +117,7 @@ class TensorFiles:
     def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None, cut: SavedCut | None = None) -> Tensor:
         """The whole parameter, or a slice, in its shape; floating-point values in ``dtype`` if given."""
         key = parameter.states[parameter.value_state]
-        stored = dtype or torch.float32
+        stored = torch_dtype(parameter.dtype) or dtype or torch.float32  # of what has no elements, and is in no file
         if parameter.fragments:
             stored = self.piece(parameter.fragments[0].file, key).dtype
         if dtype is not None and stored.is_floating_point:

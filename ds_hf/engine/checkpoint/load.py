@@ -312,13 +312,19 @@ def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) 
     loose = loose_parameters(engine)
     for name, param in loose.items():
         if name in fit.parameters:
-            param.copy_(in_form_of(param, files.value(fit.parameters[name], cut=cut_in(param))))
+            _write(param, in_form_of(param, files.value(fit.parameters[name], cut=cut_in(param))))
     for buffer in dict.fromkeys(home.buffer for param in loose.values() if (home := home_of(param)) is not None):
         buffer.gather()
         buffer.write_back()  # of another engine that has some of these parameters too
     for name, value in module_buffers(engine.module)[0].items():
         if name in fit.buffers:
-            value.copy_(files.buffer(fit.buffers[name]))
+            _write(value, files.buffer(fit.buffers[name]))
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    if torch._debug_has_internal_overlap(target) == 1:  # expanded: each element in memory is several of it
+        target.data = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    target.copy_(values)
 
 
 def _set_extra_states(engine: Checkpointable, saved: dict[str, Any]) -> None:

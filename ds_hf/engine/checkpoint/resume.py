@@ -276,7 +276,7 @@ def check_fit(
     if lenient_names:
         return fit
     for name in shapes.keys() & fit.parameters.keys():
-        if fit.parameters[name].shape == rows.get(name) and _kept_as(manifest, fit.parameters[name]) == "uint8":
+        if fit.parameters[name].shape == rows.get(name) and fit.parameters[name].dtype == "uint8":
             shapes[name] = rows[name]
     _check_shapes(manifest, shapes, {name: tuple(b.shape) for name, b in buffers.items()}, fit)
     _check_blocks(engine, manifest, fit)
@@ -291,12 +291,6 @@ def check_fit(
     unexpected = [n for n in saved if n not in known and n not in used]
     _report(manifest, missing, unexpected, strict, holders.rank)
     return fit
-
-
-def _kept_as(manifest: Manifest, saved: SavedParameter) -> Any:
-    entries = manifest.extra.get("parameters")
-    entry = entries.get(saved.name) if isinstance(entries, dict) else None
-    return entry.get("dtype") if isinstance(entry, dict) else None
 
 
 def _rows_of_bytes(engine: Checkpointable) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Parameters at rest: their values are in shards, and what they show has no elements; and gradients that are elsewhere.
+"""Parameters at rest: their values are in shards, and what they show has no elements.
 
 While a sharded buffer is released, its parameters are of a class of their own: a copy of one would be empty, and what
 is written to it goes nowhere. So a copy is an error, and a write or a read of values is told. When the buffer is
@@ -6,18 +6,13 @@ gathered they are ordinary parameters. Asking for anything but values (``require
 longer than of those.
 
 Parameters of a class that a library made keep it; they show their emptiness only by their shape.
-
-Between backward and the step the gradients of sharded plans are not in ``.grad``, and torch's clipping of nothing is
-silent. One parameter of a buffer is of a class that tells who asks for it then (``GradientWatch``).
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import IntEnum
-from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,7 +27,7 @@ __all__ = [
     "HARMLESS",
     "LOST_WRITES",
     "AtRest",
-    "GradientWatch",
+    "Noticed",
     "ParamStatus",
     "Released",
     "is_ordinary",
@@ -181,6 +176,27 @@ def _check_reader(param: Tensor, reader: FrameType) -> None:
     """Of its address: safetensors writes what lies there."""
     if reader.f_globals.get("__name__") == "safetensors.torch":
         _refuse_copy(param, "a file")
+    _tell_form(param, "data_ptr()", reader)
+
+
+# They know of parameters without elements, or ask those that know.
+_ZERO_AWARE = {"torch", "ds_hf", "deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "lightning"}
+
+
+def _tell_form(param: Tensor, what: str, reader: FrameType) -> None:
+    """Of what is counted, grouped or compared by a form that has no elements, unless the reader knows of it."""
+    package = str(reader.f_globals.get("__name__")).partition(".")[0]
+    if package in _ZERO_AWARE:
+        return
+    code = reader.f_code
+    if any(str(name).startswith("ds_") for name in (*code.co_names, *code.co_consts)):
+        return  # param.ds_numel if hasattr(param, "ds_numel") else param.numel()
+    warn_once(
+        f"`.{what}` of {name_of(param)} is that of no elements (said once, for the first of them): at ZeRO stage 3 a "
+        "parameter shows its shape, and lies in memory, only while it is used. Count and group parameters by "
+        "`param.ds_numel` and `param.ds_shape`; tied ones are the same object",
+        about="forms of parameters at rest",
+    )
 
 
 class Released(AtRest):
@@ -213,6 +229,10 @@ class Released(AtRest):
     def data_ptr(self) -> int:
         _check_reader(self, sys._getframe(1))
         return Tensor.data_ptr(self)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        _tell_form(self, "untyped_storage()", sys._getframe(1))
+        return Tensor.untyped_storage(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         buffer = self._ds_home.buffer  # type: ignore[attr-defined]
@@ -254,6 +274,8 @@ class _Nothing(Tensor):
             _refuse_copy(param, "a parameter made of the values")
         elif name == "__get__" and sys._getframe(1).f_code.co_name == "_load_from_state_dict":
             _tell_read(param, "loading")  # torch then says that the size [0] does not fit
+        elif func in FORM:
+            _tell_form(param, name if name != "__get__" else "shape", sys._getframe(1))
         elif name in _WRITES and isinstance(args[0], _Nothing):
             _tell_write(param, f"`.data.{name}()`")
         elif _reads(func):
@@ -283,7 +305,7 @@ _NO_VALUES = ("requires_grad_", "share_memory_", "detach_", "rename_")  # change
 # Looked at, or given as a pattern, by those who do not want values: properties, storages, forms of new tensors.
 _WITHOUT_VALUES = {
     *("__get__", "__set__", "__delete__", "__repr__", "__format__", "as_subclass", *_NO_VALUES),
-    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_offset"),
+    *("cpu", "cuda", "data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_offset"),
     *("is_shared", "is_pinned", "is_inference"),
     *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
     *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor")),
@@ -298,6 +320,22 @@ _READS = {
     *("view", "reshape", "flatten", "ravel", "norm", "sum", "mean", "pow", "square", "abs", "std", "var", "max", "min"),
     *("item", "tolist", "numpy", "dot", "mm", "matmul", "mul", "add", "sub", "div", "isnan", "isinf", "isfinite"),
     *("equal", "allclose", "unbind", "split", "chunk", "transpose", "t", "permute", "unsqueeze", "squeeze"),
+    *(
+        "any",
+        "all",
+        "prod",
+        "median",
+        "quantile",
+        "histc",
+        "nonzero",
+        "count_nonzero",
+        "argmax",
+        "argmin",
+        "topk",
+        "sort",
+    ),
+    *("eq", "ne", "lt", "le", "gt", "ge", "expand", "index_select", "lerp", "sigmoid", "exp", "sqrt"),
+    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "array", "dlpack")),
     *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")),
     *("__matmul__", "__neg__", "__getitem__"),
 }
@@ -329,11 +367,35 @@ def _casting(name: str) -> Callable[..., Tensor]:
     return cast
 
 
+def _form_method(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    def form(param: Released, *args: Any, **kwargs: Any) -> Any:
+        _tell_form(param, f"{name}()", sys._getframe(1))
+        return method(param, *args, **kwargs)
+
+    return form
+
+
+def _form_property(name: str) -> property:
+    get = getattr(Tensor, name).__get__
+
+    def form(param: Released) -> Any:
+        _tell_form(param, name, sys._getframe(1))
+        return get(param)
+
+    return property(form)
+
+
+for _name in ("numel", "nelement", "size", "dim", "ndimension", "__len__"):
+    setattr(Released, _name, _form_method(_name))
+for _name in ("shape", "ndim", "nbytes"):
+    setattr(Released, _name, _form_property(_name))
 for _name in _WRITES:
     setattr(Released, _name, _telling(_name, _tell_write))
 for _name in _READS:
     setattr(Released, _name, _telling(_name, _tell_read))
-for _name in set(_CASTS) - {"detach"}:
+for _name in {*_CASTS, "cpu", "cuda"} - {"detach"}:
     setattr(Released, _name, _casting(_name))
 
 
@@ -354,103 +416,3 @@ class Noticed(Released):
 
 
 Released.noticed = Noticed
-
-
-# -- gradients that are elsewhere --------------------------------------------------------------------------------------
-
-_GRAD = vars(torch._C.TensorBase)["grad"]
-_CLIPPING = torch.nn.utils.clip_grad.__name__
-
-
-def _read_grad(param: Tensor) -> Tensor | None:
-    grad: Tensor | None = _GRAD.__get__(param)
-    if grad is None:
-        reader = sys._getframe(1)
-        name = str(reader.f_globals.get("__name__"))
-        if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
-            _tell_no_gradient(param, reader if name == _CLIPPING else None)
-        elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad":
-            warn_once(
-                f"zero_grad() between backward() and step() drops nothing (said once, for {name_of(param)}): in this "
-                "configuration gradients are in shards or another dtype, not in `.grad`, and the step is made with "
-                "them. Call engine.optimizer.zero_grad() to drop them",
-                about="gradients that are elsewhere",
-            )
-    return grad
-
-
-def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
-    clips = float(getattr(param._ds_home.buffer.states, "policy").max_norm)  # type: ignore[attr-defined]  # noqa: B009
-    while clipping is not None and "parameters" not in clipping.f_locals:  # a comprehension
-        clipping = clipping.f_back
-    wanted = clips if clipping is None else clipping.f_locals.get("max_norm")
-    if clipping is not None and wanted == clips:
-        return  # the step does what is asked for here
-    what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
-    warn_once(
-        f"{what} between backward() and step() (said once, for {name_of(param)}): in this configuration gradients are "
-        f"in shards or another dtype, not in `.grad`. The engine clips at its gradient_clipping, {clips:g} (0: never); "
-        f'write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the norm of all gradients '
-        "clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
-        "deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)",
-        about="gradients that are elsewhere",
-    )
-
-
-class _Watched(nn.Parameter):
-    """A parameter whose gradient is elsewhere."""
-
-    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        self.__class__ = nn.Parameter  # type: ignore[assignment]  # torch's own makes one of the same class
-        return copy.deepcopy(self, memo)
-
-
-class _WatchedAtRest(Released):
-    """As ``_Watched``, and at rest."""
-
-    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
-
-
-_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Noticed: _WatchedAtRest, Released: _WatchedAtRest}
-
-
-class GradientWatch:
-    """Tells who reads the ``.grad`` of a parameter: in the first steps of the first of each buffer, then of all in
-    turns, one every ``EVERY`` backwards.
-
-    Attributes:
-        pause: for so many backwards there is nothing to begin.
-        watched: the parameters, while there is something to end.
-    """
-
-    EVERY = 16
-
-    def __init__(self) -> None:
-        self.pause = 0
-        self.watched: list[nn.Parameter] = []
-        self._steps, self._turn = 3, 0
-
-    def begin(self, buffers: Iterable[Sequence[nn.Parameter]]) -> None:
-        """Gradients are complete, and elsewhere, of the parameters of ``buffers``."""
-        if self._steps:
-            chosen = [params[0] for params in buffers]
-            self._steps -= 1
-        else:
-            every = list(chain.from_iterable(buffers))
-            chosen = [every[self._turn % len(every)]] if every else []
-            self._turn += 1
-        self.pause = 0 if self._steps else self.EVERY - 1
-        for param in chosen:
-            if type(param) in _WATCHING:
-                param.__class__ = _WATCHING[type(param)]
-                self.watched.append(param)
-
-    def end(self) -> None:
-        """Before the step, or when gradients are dropped; parameters are ordinary, or notice reads until their use."""
-        for param in self.watched:
-            for ordinary, watching in _WATCHING.items():
-                if type(param) is watching:
-                    param.__class__ = ordinary
-        self.watched.clear()

@@ -25,7 +25,7 @@ import torch
 from ds_hf.engine.accumulation import Accumulation
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.zero.at_rest import GradientWatch
+from ds_hf.engine.zero.grad_watch import GradientWatch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError

@@ -218,7 +218,7 @@ def writes() -> list[str]:
     if len(lines.texts) != 1 or "blocks.1.up.weight" not in lines.texts[0]:
         silent.append(f"gathered: {lines.texts}")
     lines.texts.clear()
-    _ = weight.requires_grad_(True), weight.detach(), weight.data.shape, weight.grad
+    _ = weight.requires_grad_(True), weight.detach(), weight.grad
     silent += lines.texts
     after = full_weights(engine.module)
     engine.module.bfloat16()
@@ -257,7 +257,26 @@ READS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "foreach of data": lambda params: torch._foreach_norm([param.data for param in params]),
     "not a number": lambda params: any(torch.isnan(param).any() for param in params),
     "loaded elsewhere": lambda params: _load_elsewhere(params),
+    "zeros": lambda params: [(param == 0).sum() for param in params],
+    "array": lambda params: [param.__array__() for param in params],
 }
+FORMS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numel": lambda param: param.numel(),
+    "size": lambda param: param.size(),
+    "shape": lambda param: param.shape,
+    "ndim": lambda param: param.ndim >= 2,  # which weights decay
+    "dim": lambda param: param.dim(),
+    "len": lambda param: [len(param)],
+    "address": lambda param: param.data_ptr(),  # which are tied
+    "storage": lambda param: param.untyped_storage().data_ptr(),
+    "numel of a value": lambda param: param.data.numel(),
+    "shape of a value": lambda param: param.detach().shape,
+}
+
+
+def elements(params: list[nn.Parameter]) -> int:
+    """As scripts for DeepSpeed count them."""
+    return sum(param.ds_numel if hasattr(param, "ds_numel") else param.numel() for param in params)
 
 
 def reads() -> list[str]:
@@ -276,10 +295,19 @@ def reads() -> list[str]:
             read(params)
         if len(lines.texts) != 1 or "sees no values" not in lines.texts[0]:
             wrong.append(f"{name}: {lines.texts}")
+    for name, form in FORMS.items():
+        forget_said()
+        lines.texts.clear()
+        form(params[0])
+        if len(lines.texts) != 1 or "ds_shape" not in lines.texts[0]:
+            wrong.append(f"{name}: {lines.texts}")
+    forget_said()
     lines.texts.clear()
+    assert elements(params) == sum(param.numel() for param in Stack().parameters())
+    engine.module.cpu()
     for param in params:
         forms = torch.empty_like(param), param.data.new_zeros(2), param.detach().detach(), param.to(param.device)
-        _ = *forms, repr(param.data), param.type(), param.data.untyped_storage(), param.T.shape, param.data.to("meta")
+        _ = *forms, repr(param.data), param.type(), param.data.untyped_storage(), param.data.to("meta")
     with GatheredParameters(params):
         total = nn.utils.get_total_norm(params)
     for _ in range(20):  # in turns

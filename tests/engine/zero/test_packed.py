@@ -298,13 +298,20 @@ def test_fp8_stays_as_it_is(stage: int, tmp_path: Path) -> None:
 
 
 def _frozen_values() -> dict[str, Tensor]:
-    """One parameter of each dtype that is packed as bytes; two are transposed."""
+    """One parameter of each dtype that is packed as bytes; some are transposed, expanded, or have no elements."""
     numbers = torch.arange(-18, 17).view(5, 7)
     values = {str(dtype): numbers.to(dtype) * 3 for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)}
     values |= {"uint8": numbers.abs().to(torch.uint8) + 99, "bool": numbers % 3 == 0}
     values |= {"fp8": numbers.to(torch.float8_e4m3fn), "complex": torch.complex(numbers + 0.5, numbers * 2.0)}
     columns = {"fp8_columns": values["fp8"].t().contiguous().t(), "int_columns": numbers.int().t().contiguous().t()}
-    return {name.replace(".", "_"): value for name, value in {**values, **columns, "scalar": numbers[0, 0]}.items()}
+    others = {
+        "scalar": numbers[0, 0],
+        "expanded": numbers[:1].expand(5, 7),
+        "nothing": numbers[:0],
+        "no_bools": numbers[:0] > 0,
+    }
+    others["expanded_floats"] = numbers[:1].float().expand(5, 7)
+    return {name.replace(".", "_"): value for name, value in {**values, **columns, **others}.items()}
 
 
 class Kinds(nn.Module):
@@ -312,7 +319,8 @@ class Kinds(nn.Module):
         super().__init__()
         self.layer = nn.Linear(8, 8)
         for name, value in _frozen_values().items():
-            setattr(self, name, nn.Parameter(torch.zeros_like(value) if empty else value, requires_grad=False))
+            start = torch.zeros_like(value[:1]).expand(5, 7) if "expanded" in name else torch.zeros_like(value)
+            setattr(self, name, nn.Parameter(start if empty else value, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).sum()

@@ -1,0 +1,119 @@
+"""Gradients that are elsewhere.
+
+Between backward and the step the gradients of sharded plans are not in ``.grad``, and torch's clipping of nothing is
+silent. One parameter of a buffer is of a class that tells who asks for it then (``GradientWatch``).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.at_rest import Noticed, Released, name_of
+from ds_hf.log import warn_once
+
+__all__ = ["GradientWatch"]
+
+_GRAD = vars(torch._C.TensorBase)["grad"]
+_CLIPPING = torch.nn.utils.clip_grad.__name__
+
+
+def _read_grad(param: Tensor) -> Tensor | None:
+    grad: Tensor | None = _GRAD.__get__(param)
+    if grad is None:
+        reader = sys._getframe(1)
+        name = str(reader.f_globals.get("__name__"))
+        if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
+            _tell_no_gradient(param, reader if name == _CLIPPING else None)
+        elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad":
+            warn_once(
+                f"zero_grad() between backward() and step() drops nothing (said once, for {name_of(param)}): in this "
+                "configuration gradients are in shards or another dtype, not in `.grad`, and the step is made with "
+                "them. Call engine.optimizer.zero_grad() to drop them",
+                about="gradients that are elsewhere",
+            )
+    return grad
+
+
+def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
+    clips = float(getattr(param._ds_home.buffer.states, "policy").max_norm)  # type: ignore[attr-defined]  # noqa: B009
+    while clipping is not None and "parameters" not in clipping.f_locals:  # a comprehension
+        clipping = clipping.f_back
+    wanted = clips if clipping is None else clipping.f_locals.get("max_norm")
+    if clipping is not None and wanted == clips:
+        return  # the step does what is asked for here
+    what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
+    warn_once(
+        f"{what} between backward() and step() (said once, for {name_of(param)}): in this configuration gradients are "
+        f"in shards or another dtype, not in `.grad`. The engine clips at its gradient_clipping, {clips:g} (0: never); "
+        f'write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the norm of all gradients '
+        "clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
+        "deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)",
+        about="gradients that are elsewhere",
+    )
+
+
+class _Watched(nn.Parameter):
+    """A parameter whose gradient is elsewhere."""
+
+    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]  # torch's own makes one of the same class
+        return copy.deepcopy(self, memo)
+
+
+class _WatchedAtRest(Released):
+    """As ``_Watched``, and at rest."""
+
+    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
+
+
+_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Noticed: _WatchedAtRest, Released: _WatchedAtRest}
+
+
+class GradientWatch:
+    """Tells who reads the ``.grad`` of a parameter: in the first steps of the first of each buffer, then of all in
+    turns, one every ``EVERY`` backwards.
+
+    Attributes:
+        pause: for so many backwards there is nothing to begin.
+        watched: the parameters, while there is something to end.
+    """
+
+    EVERY = 16
+
+    def __init__(self) -> None:
+        self.pause = 0
+        self.watched: list[nn.Parameter] = []
+        self._steps, self._turn = 3, 0
+
+    def begin(self, buffers: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Gradients are complete, and elsewhere, of the parameters of ``buffers``."""
+        if self._steps:
+            chosen = [params[0] for params in buffers]
+            self._steps -= 1
+        else:
+            every = list(chain.from_iterable(buffers))
+            chosen = [every[self._turn % len(every)]] if every else []
+            self._turn += 1
+        self.pause = 0 if self._steps else self.EVERY - 1
+        for param in chosen:
+            if type(param) in _WATCHING:
+                param.__class__ = _WATCHING[type(param)]
+                self.watched.append(param)
+
+    def end(self) -> None:
+        """Before the step, or when gradients are dropped; parameters are ordinary, or notice reads until their use."""
+        for param in self.watched:
+            for ordinary, watching in _WATCHING.items():
+                if type(param) is watching:
+                    param.__class__ = ordinary
+        self.watched.clear()
