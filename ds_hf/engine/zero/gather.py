@@ -15,6 +15,7 @@ from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamHome, buffers_of, home_of, unshard
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.external import register_external_parameter
+from ds_hf.engine.zero.param_names import mark_newcomers
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
 
@@ -66,6 +67,8 @@ class GatheredParameters:
         # transformers gives a set of parameters, whose order is that of addresses: another one on each rank.
         self.buffers = sorted(found, key=lambda buffer: buffer.number)
         self._held.enter_context(unshard(self.buffers))
+        if any(buffer.sharded for buffer in self.buffers):
+            mark_newcomers(self.params)
         if self.modifier_rank is None:
             self._kept_before = {buffer: buffer.kept_writes for buffer in self.buffers}
             # A block around this one may keep what is written here.

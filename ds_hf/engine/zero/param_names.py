@@ -10,7 +10,7 @@ of equal length, and may be empty: a whole block is cut, not each of its paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 
-__all__ = ["mark", "unmark"]
+__all__ = ["mark", "mark_newcomers", "unmark"]
 
 
 class _Buffer(Protocol):
@@ -162,6 +162,14 @@ def mark(param: Any, buffer: _Buffer, slot: Slot) -> None:
     param.ds_tensor = _part(buffer, slot)
     for name in _METHODS:
         setattr(param, name, _Method(name, param))
+
+
+def mark_newcomers(params: Iterable[Any]) -> None:
+    """Give those which joined a sharded model later, as a second adapter does, what TRL clears on all of its parameters
+    around a generation; of any shape and dtype."""
+    for param in params:
+        if isinstance(param, nn.Parameter) and not hasattr(param, "ds_active_sub_modules"):
+            param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
 
 def unmark(param: Tensor) -> None:

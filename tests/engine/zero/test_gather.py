@@ -213,3 +213,20 @@ def test_adapters_that_are_merged_for_nothing_are_told() -> None:
     for how, expected in wanted.items():
         found = run_distributed(adapters_merged_inside, 2, how)
         assert found == [expected, (False, *expected[1:])], how  # the first process speaks
+
+
+def newcomers() -> list[list[bool]]:
+    """Which parameters have what TRL clears around a generation, one of them not there as the engine was made."""
+    found = []
+    for stage in (2, 3):
+        model = nn.Linear(64, 32)
+        engine, *_ = initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
+        model.late = nn.Parameter(torch.ones(3))
+        with GatheredParameters(model.parameters()):
+            found.append([hasattr(param, "ds_active_sub_modules") for param in model.parameters()])
+        engine.destroy()
+    return found
+
+
+def test_adapters_that_come_later_have_the_names_that_trl_asks_for() -> None:
+    assert run_distributed(newcomers, 2) == [[[False] * 3, [True] * 3]] * 2
