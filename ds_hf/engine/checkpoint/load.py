@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,9 @@ from ds_hf.log import logger
 
 __all__ = ["load_checkpoint"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class _Wanted:
@@ -80,6 +84,20 @@ class _Wanted:
     counters: bool
 
 
+def _outside_of_inference(load: Callable[P, R]) -> Callable[P, R]:
+    """What is loaded inside ``torch.inference_mode()`` is written to in training."""
+
+    @wraps(load)
+    def loaded(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return load(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return load(*args, **kwargs)
+
+    return loaded
+
+
+@_outside_of_inference
 def load_checkpoint(
     engine: Checkpointable,
     load_dir: str | Path,

@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_hf.engine.modules.capturing import EAGER, Captures, records
 from ds_hf.engine.zero.unit import Unit
-from ds_hf.log import announce, logger
+from ds_hf.log import announce, logger, warn_once
 
 __all__ = [
     "CompileReport",
@@ -54,6 +54,17 @@ class CompileReport(NamedTuple):
         return "\n".join([text, *(f"  {count} x {reason.splitlines()[0]}" for reason, count in reasons)])
 
 
+def _tell_lost_options(module: nn.Module, compiled: Any) -> None:
+    """torch keeps what ``module.compile()`` was given in the compiled code alone."""
+    plain = torch.compile(module.forward).get_compiler_config()  # type: ignore[attr-defined]
+    if getattr(compiled, "get_compiler_config", lambda: plain)() != plain:
+        warn_once(
+            f"{type(module).__name__}.compile() had a backend, a mode or options and was called before the engine was "
+            "made, which compiles its blocks with inductor as it is by default: call engine.compile(backend=..., "
+            "mode=..., options=...) after initialize() to have them"
+        )
+
+
 class ModuleCompiler:
     """Compiles modules of one engine and takes everything back.
 
@@ -76,9 +87,10 @@ class ModuleCompiler:
         self.steps = 0
         self._before: tuple[int, dict[str, int]] | None = None
         for module in self.hooked:
-            again = module.__dict__.pop("_compiled_call_impl", None) is not None
+            before = module.__dict__.pop("_compiled_call_impl", None)
             module.__dict__["compile"] = StandIn(module, "compile", _Compile(self, module))
-            if again:  # compiled before it had hooks
+            if before is not None:  # compiled before it had hooks
+                _tell_lost_options(module, before)
                 self.compile(module)
 
     @cached_property

@@ -72,6 +72,17 @@ def test_latest_cannot_lead_elsewhere(tmp_path: Path, tag: str) -> None:
         engine.load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_a_load_in_inference_mode(saved: Path, stage: int) -> None:
+    losses = []
+    for inference in (False, True):
+        with engine_of(config(stage), seed=3) as engine:
+            with torch.inference_mode(inference):
+                engine.load_checkpoint(saved)
+            losses.append(train(engine, 3, 2))
+    assert losses[0] == losses[1]
+
+
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     with engine_of(config(2), Model(dropout=0.3)) as engine:
         train(engine, 2)

@@ -228,6 +228,20 @@ def test_models_without_repeated_blocks_are_compiled_too() -> None:
         assert found == [(True, True, {}, True)] * 8
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_options_that_were_given_before_the_engine_was_there_are_missed(
+    whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for options, told in (({"backend": EAGER}, 1), ({"mode": "reduce-overhead"}, 1), ({}, 0)):
+        forget_said()
+        caplog.clear()
+        model = Model()
+        (model if whole else model.blocks[1]).compile(**options)
+        with caplog.at_level(logging.WARNING, "ds_hf"):
+            make(0, model).destroy()
+        assert sum("call engine.compile(" in text for text in caplog.messages) == told, options
+
+
 def test_a_run_says_what_its_first_step_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     forget_said()
     engine = make(0)
