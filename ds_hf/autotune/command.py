@@ -114,7 +114,8 @@ class Command:
         count = 2 if words[0] == "-m" else 1
         script, args = tuple(words[:count]), tuple(words[count:])
         if count == 1 and not Path(script[0]).is_file():
-            raise ConfigError(f"the script {script[0]} does not exist")
+            why = "is no file" if os.path.lexists(script[0]) else "does not exist"
+            raise ConfigError(f"the script {script[0]} {why}")
         for flag in CONFIG_FLAGS[::-1]:
             for index, word in reversed(list(enumerate(args))):  # of several the last one counts
                 if word.startswith(flag + "="):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ds_hf.checkpoint.holds import FolderHold, boot_of, sync, this_writer, untouched
+from ds_hf.checkpoint.holds import FolderHold, boot_of, make_folder, sync, this_writer, untouched
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
@@ -38,7 +38,7 @@ def weights_aside(folder: Path) -> Iterator[Path]:
 
     What killed writers have left there is removed, unless readers depend on it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _remove_aside(folder, _read_by_index(folder))
     aside = folder / f"{_ASIDE}{this_writer()}"
     hold = FolderHold(aside, made=True)

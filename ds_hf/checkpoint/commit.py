@@ -25,7 +25,7 @@ import psutil
 
 from ds_hf.checkpoint.files import replace_text, write_text
 from ds_hf.checkpoint.format import MANIFEST, SCRIPT
-from ds_hf.checkpoint.holds import FolderHold, boot_of, sync, this_writer, untouched
+from ds_hf.checkpoint.holds import FolderHold, boot_of, make_folder, sync, this_writer, untouched
 from ds_hf.checkpoint.manifest import sealed
 from ds_hf.checkpoint.places import recover, tag_fault
 from ds_hf.checkpoint.reports import RankReport, complete
@@ -58,14 +58,6 @@ def hidden_beside(target: Path, kind: str, writer: str | None = None) -> Path:
     return target.with_name(f".{target.name}.{kind}-{writer or this_writer()}")
 
 
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that their names survive a crash of the machine."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        sync(path.parent)
-
-
 @contextmanager
 def stage(target: Path, nbytes: int, *, over: bool = False) -> Iterator[Path]:
     """A new folder beside ``target``, to be given to ``publish`` when it is whole.
@@ -91,7 +83,7 @@ def make_room(staged: Path, target: Path, nbytes: int, save_dir: Path | None = N
     """The new folder ``staged``, held, on a disk with room; what killed writers left beside ``target`` goes first."""
     remove_leftovers(target.parent if save_dir is None else save_dir, target)
     check_space(target.parent, nbytes)
-    _make_folder(staged.parent)
+    make_folder(staged.parent)
     return FolderHold(staged, made=True)
 
 

@@ -13,7 +13,9 @@ import time
 import uuid
 from pathlib import Path
 
-__all__ = ["LEFT_ALONE_S", "FolderHold", "boot_of", "sync", "this_writer", "untouched"]
+from ds_hf.errors import CheckpointPlaceError
+
+__all__ = ["LEFT_ALONE_S", "FolderHold", "boot_of", "make_folder", "sync", "this_writer", "untouched"]
 
 LEFT_ALONE_S = 600.0  # what another machine's process staged is abandoned if it was not written to for so long
 _UNNAMED = ".held"
@@ -83,6 +85,22 @@ class FolderHold:
 
     def __del__(self) -> None:
         self.close()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that their names survive a crash of the machine.
+
+    Raises:
+        CheckpointPlaceError: one of them is a file.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        inside = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise CheckpointPlaceError(f"{inside} is no folder: give another place, or move it away") from None
+    for path in reversed(missing):
+        sync(path.parent)
 
 
 def this_writer() -> str:

@@ -221,12 +221,12 @@ def _write(text: str, output: Path | None, force: bool) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    exists = output.exists()
-    if exists and not force:
-        wrong_usage(f"{output} exists; --force overwrites it")
+    exists = os.path.lexists(output)
     try:
         if exists:
-            check_regular(output)  # a pipe would be waited for
+            check_regular(output)  # a pipe would be waited for, and what a broken link names is another's file
+        if exists and not force:
+            wrong_usage(f"{output} exists; --force overwrites it")
         output.write_text(text, "utf-8")
     except OSError as error:
         wrong_usage(f"cannot write {output}: {error.strerror}")

@@ -25,6 +25,7 @@ from ds_hf.config.plan import StatePlan
 from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import with_values
+from ds_hf.hf.resuming import load_whole_state
 from ds_hf.hf.source import AUTO, fill_sizes, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
@@ -172,6 +173,7 @@ def wrap_accelerator(module: ModuleType) -> None:
             return model._consolidated_16bit_state_dict()
         return wrapped(*args, **kwargs)
 
+    wrap(module, "load_accelerator_state", load_whole_state)
     wrap(module, "Accelerator.get_state_dict", with_all_experts)
     wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
     wrap(module, "Accelerator.no_sync", of_its_own_stage)

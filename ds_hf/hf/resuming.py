@@ -1,7 +1,7 @@
-"""What a Trainer resumes from: a checkpoint that is whole, and whose files are of one save.
+"""What a Trainer or an Accelerator resumes from: a checkpoint that is whole, and whose files are of one save.
 
 ``checkpoint-N`` exists before all of it is there, and beside what the engine writes, which has checksums, lie files of
-the Trainer: its state, a schedule and random states. ``torch.load`` and ``json`` say of a damaged one neither which it
+the client: its state, a schedule and random states. ``torch.load`` and ``json`` say of a damaged one neither which it
 is nor what to do, and a file of another save would go unnoticed.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of
 from ds_hf.log import logger
 
-__all__ = ["check_resumed", "compare_with_engine", "pass_over_unfinished", "unfinished"]
+__all__ = ["check_resumed", "compare_with_engine", "load_whole_state", "pass_over_unfinished", "unfinished"]
 
 STATE, SCHEDULE = "trainer_state.json", "scheduler.pt"
 
@@ -49,8 +50,10 @@ def _deepspeed_trains() -> bool:
 
 def _ended(folder: Path) -> bool:
     """Whether the save had come to its end, so that there was something which is damaged now."""
-    state = folder / STATE
-    return state.is_file() and state.stat().st_size > 0 and not _lacks_engine(folder)
+    from ds_hf.checkpoint.formats import named_by_latest
+
+    state, named = folder / STATE, named_by_latest(folder) is not None or not any(folder.glob("*global_step*"))
+    return named and state.is_file() and state.stat().st_size > 0 and not _lacks_engine(folder)
 
 
 def _lacks_engine(folder: Path) -> bool:
@@ -77,8 +80,12 @@ def unfinished(folder: Path) -> str:
         return "what the engine writes is not in it: its saving was interrupted"
     if not any(folder.glob("*global_step*")):
         return ""  # save_only_model: the Trainer says itself that there is nothing to resume from
+    named = named_by_latest(folder)
+    if named is None:
+        tag = next(path.name for path in folder.glob("*global_step*"))
+        return f"it has no file 'latest': its saving was interrupted. If {tag} in it is whole, write that name there"
     try:
-        place = find_folder(folder, latest=named_by_latest(folder) or "latest")
+        place = find_folder(folder, latest=named)
     except CheckpointError as error:
         return str(error)
     ours = (place / MANIFEST).is_file() or any(place.glob("rank_*.safetensors")) or not any(place.glob("*_states.pt"))
@@ -87,8 +94,6 @@ def unfinished(folder: Path) -> str:
 
 def _own_fault(folder: Path, rank: int | None = None) -> str:
     """What is wrong with the Trainer's own files; of random states those of ``rank``, or of a single process."""
-    from ds_hf.checkpoint.trust.pickled import check_pickled
-    from ds_hf.errors import CheckpointError
     from ds_hf.regular_files import read_object
 
     state = folder / STATE
@@ -99,8 +104,16 @@ def _own_fault(folder: Path, rank: int | None = None) -> str:
     except (OSError, ValueError) as error:
         return f"{state} cannot be read: {getattr(error, 'strerror', None) or error}"
     names = [SCHEDULE] if rank is None else [SCHEDULE, "rng_state.pth", f"rng_state_{rank}.pth"]
+    return _damaged([folder / name for name in names])
+
+
+def _damaged(paths: Iterable[Path]) -> str:
+    """What is wrong with the first pickled file that is."""
+    from ds_hf.checkpoint.trust.pickled import check_pickled
+    from ds_hf.errors import CheckpointError
+
     try:
-        for path in [folder / name for name in names]:
+        for path in paths:
             if os.path.lexists(path):
                 check_pickled(path)
     except CheckpointError as error:
@@ -127,15 +140,20 @@ def check_resumed(trainer: Any, given: Any) -> Any:
         given = found.get_last_checkpoint(trainer.args.output_dir) or given
     if not isinstance(given, str | os.PathLike) or not Path(given).is_dir():
         return given
+    _agree(given, _own_fault(Path(given), trainer.args.process_index))
+    return given
+
+
+def _agree(folder: Any, fault: str) -> None:
+    """Raise what any process has found wrong. Collective."""
     from ds_hf.errors import CheckpointError
 
-    faults = [_own_fault(Path(given), trainer.args.process_index)]
+    faults = [fault]
     if dist.is_initialized() and dist.get_world_size() > 1:
         faults *= dist.get_world_size()
         dist.all_gather_object(faults, faults[0])
     for fault in filter(None, faults):
-        raise CheckpointError(_refused(given, fault))
-    return given
+        raise CheckpointError(_refused(folder, fault))
 
 
 def _refused(folder: Any, fault: str) -> str:
@@ -158,13 +176,34 @@ def compare_with_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwar
     step = read_object(folder / STATE).get("global_step")
     if step != engine.global_steps:
         _tell(f"{folder / STATE} was written after step {step}, and the engine's files after {engine.global_steps}")
-    if not (folder / SCHEDULE).is_file() or engine.optimizer is None:
-        return found
-    rates = [float(rate) for rate in getattr(trainer.lr_scheduler, "get_last_lr", list)()]
-    held = [float(group["lr"]) for group in engine.optimizer.param_groups]
-    if len(rates) == len(held) and not all(map(_equal, rates, held)):
-        _tell(f"{folder / SCHEDULE} is at learning rates {rates}, and the engine's files at {held}")
+    if (folder / SCHEDULE).is_file() and engine.optimizer is not None:
+        _compare_rates(folder / SCHEDULE, trainer.lr_scheduler, engine.optimizer)
     return found
+
+
+def load_whole_state(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around what accelerate's ``load_state`` loads when the engine has its states."""
+    if not _deepspeed_trains():
+        return wrapped(*args, **kwargs)
+    given = dict(zip(("input_dir", "models", "optimizers", "schedulers"), args, strict=False)) | kwargs
+    folder = Path(given["input_dir"])
+    names = ["scheduler.bin", *(f"scheduler_{number}.bin" for number in range(1, len(given["schedulers"])))]
+    paths = [folder / name for name in names[: len(given["schedulers"])]]
+    missing = [f"{path} is missing" for path in paths if not os.path.lexists(path)]
+    own = sorted(folder.glob("custom_checkpoint_*.pkl"))
+    _agree(folder, missing[0] if missing else _damaged([*paths, *own]))
+    found = wrapped(*args, **kwargs)
+    for path, scheduler in zip(paths, given["schedulers"], strict=True):
+        for optimizer in getattr(scheduler, "optimizers", [])[:1]:
+            _compare_rates(path, scheduler, optimizer)
+    return found
+
+
+def _compare_rates(file: Path, scheduler: Any, optimizer: Any) -> None:
+    rates = [float(rate) for rate in getattr(scheduler, "get_last_lr", list)()]
+    held = [float(group["lr"]) for group in optimizer.param_groups]
+    if len(rates) == len(held) and not all(map(_equal, rates, held)):
+        _tell(f"{file} is at learning rates {rates}, and the engine's files at {held}")
 
 
 def _equal(one: float, other: float) -> bool:

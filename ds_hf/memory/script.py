@@ -122,29 +122,31 @@ def rehearse(script: Path, arguments: Sequence[str], *, load_weights: bool = Fal
 
     try:
         with rehearsing(stand_in), _as_main(script, arguments), _without_weights(not load_weights):
-            reason = _run(script)
+            reason, hint = _run(script)
     finally:
         guard.active = False
     if not found:
-        hint = "" if load_weights else "; if it needs the weights, add --load-weights"
+        hint = "" if load_weights else hint
         raise UnpredictableError(f"{script} did not reach initialize() or trainer.train(): {reason}{hint}")
     found[-1].stopped = "" if found[-1].inputs else reason
     return found[-1]
 
 
-def _run(script: Path) -> str:
-    """Why it ended."""
+def _run(script: Path) -> tuple[str, str]:
+    """Why it ended, and what may help."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(str(script), run_name="__main__")
     except _Enough:
-        return ""
+        return "", ""
     except SystemExit as error:
-        return f"it ended with exit code {error.code}"
+        return f"it ended with exit code {error.code}", ""
     except Exception as error:  # whatever a script raises is what there is to tell
         where = _line_in(error, script)
-        return f"{type(error).__name__}{where}: {str(error).strip() or 'no message'}"
-    return "it ran to its end"
+        weightless = not isinstance(error, SyntaxError | ImportError | NameError)
+        hint = "; if it needs the weights, add --load-weights" if weightless else ""
+        return f"{type(error).__name__}{where}: {str(error).strip() or 'no message'}", hint
+    return "it ran to its end", ""
 
 
 def _line_in(error: BaseException, script: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,7 +127,7 @@ class Subject:
 
 def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subject:
     if not script.is_file():
-        raise UnpredictableError(f"{script} does not exist")
+        raise UnpredictableError(f"{script} {'is no file' if os.path.lexists(script) else 'does not exist'}")
     if request.lora is not None or request.base_bits is not None:
         raise UnpredictableError("--lora and --load-in are for models; a script says itself what it trains and loads")
     if request.attention is not None:

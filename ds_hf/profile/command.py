@@ -64,7 +64,7 @@ def record(
         DsHfError: the script ended before any step was recorded; with the end of its output.
     """
     command = Command.parse(words, launcher=launcher)
-    folder = require_writable(folder)
+    folder = require_writable(folder, "--output")
     for old in folder.glob("rank_*.jsonl"):
         old.unlink()
     written = _written(command.config)

@@ -219,6 +219,8 @@ def test_weights(own: Path, tmp_path: Path) -> None:
         (["convert", "OWN", "out", "--to", "hf", "--model", "nowhere"], 1, "has no config.json"),
         (["convert", "OWN", "out", "--from", "dcp"], 1, "is a checkpoint of kind ds_hf, not dcp"),
         (["convert", "OWN", "OWN"], 1, "exists: give another tag or folder"),
+        (["convert", "OWN", "/dev/null"], 1, "/dev/null is no folder: give another place"),
+        (["convert", "OWN", "/dev/null/out", "--to", "hf"], 1, "/dev/null is no folder: give another place"),
         (["verify", "."], 1, "holds no checkpoint"),
         (["convert", "OWN", "out", "--out-tag", "../evil"], 1, "'../evil' cannot be the tag of a checkpoint"),
         (["convert", "OWN", "out", "--out-tag", "/tmp/evil"], 1, "it leads out of the folder"),

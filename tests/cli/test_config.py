@@ -259,6 +259,11 @@ def test_new_lists_writes_and_does_not_overwrite(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
     assert run(app, ["config", "new", "-p", "zero3", "-o", str(path), "--force"]).exit_code == 0
     assert run(app, ["config", "new", "-p", "zero9"]).exit_code == 2
+    link = tmp_path / "link.json"  # that names a file which is not there
+    link.symlink_to(tmp_path / "another.json")
+    assert run(app, ["config", "new", "-p", "zero2", "-o", str(link)]).exit_code == 2
+    assert not (tmp_path / "another.json").exists()
+    assert "--force" not in run(app, ["config", "new", "-p", "zero2", "-o", str(tmp_path)]).output  # nor would it help
 
 
 def test_schema_is_printed() -> None:

@@ -15,6 +15,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, skip_first_batches
 from accelerate.utils import DummyOptim, DummyScheduler, ProjectConfiguration, load_checkpoint_in_model
 
 import ds_hf.engine.checkpoint.background as background
+from ds_hf.errors import CheckpointError
 from tests.compat.accelerate_user import (
     DEVICE,
     LR,
@@ -105,6 +106,52 @@ def test_a_loaded_state_goes_on_exactly(tmp_path: Path) -> None:
         assert {"pytorch_model", "latest", "zero_to_fp32.py", "custom_checkpoint_0.pkl"} <= set(files)
         # the scheduler that the engine steps lies in the engine's checkpoint, the user's own beside it
         assert ("scheduler.bin" in files) == name.endswith("code")
+
+
+def spoilt(folder: str) -> list[str]:
+    """What is raised or told where files beside the engine's are damaged, missing, or of a later save."""
+    place, told = Path(folder), Lines(logging.WARNING)
+    accelerator, model, optimizer, scheduler, batches = start(2)
+    accelerator.register_for_checkpointing(Counter())
+    rows = list(batches)
+    for name, part in (("first", rows[:2]), ("later", rows[2:4])):
+        train(accelerator, model, optimizer, scheduler, part)
+        accelerator.save_state(str(place / name))
+    accelerator.wait_for_everyone()
+    logging.getLogger("ds_hf").addHandler(told)
+    found: list[str] = []
+    later = (place / "later" / "scheduler.bin").read_bytes()
+    for case, file, content in (
+        ("damaged", "scheduler.bin", later[: len(later) // 2]), ("missing", "scheduler.bin", None),
+        ("own", "custom_checkpoint_0.pkl", b""), ("other", "scheduler.bin", later),
+    ):  # fmt: skip
+        if accelerator.is_main_process:
+            shutil.copytree(place / "first", place / case)
+            (place / case / file).unlink()
+            if content is not None:
+                (place / case / file).write_bytes(content)
+        accelerator.wait_for_everyone()
+        told.texts.clear()
+        try:
+            accelerator.load_state(str(place / case))
+            found += told.texts[:1]
+        except CheckpointError as error:
+            found.append(str(error))
+    logging.getLogger("ds_hf").removeHandler(told)
+    fresh_start()
+    return found
+
+
+def test_files_beside_the_engines_are_whole_and_of_one_save(tmp_path: Path) -> None:
+    for found in run_user_code(spoilt, str(tmp_path)):
+        for case, file in (
+            ("damaged", "scheduler.bin"),
+            ("missing", "scheduler.bin"),
+            ("own", "custom_checkpoint_0.pkl"),
+        ):
+            assert f"{tmp_path / case} is not resumed from: {tmp_path / case / file} " in found.pop(0)
+        assert len(found) <= 1  # rank 0 tells
+        assert all(f"{tmp_path / 'other' / 'scheduler.bin'} is at learning rates [" in text for text in found)
 
 
 def automatic_names(folder: str) -> dict[str, Any]:

@@ -189,6 +189,9 @@ def test_interrupted_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.
     assert manifest["files"]["rank_00000.safetensors"] == tensors.stat().st_size + 1
     tensors.unlink()
     assert "is missing: the checkpoint is incomplete" in unfinished(one)
+    (one / "latest").unlink()  # killed before it was written, by a save in the background
+    assert get_last_checkpoint(str(tmp_path)) is None
+    (one / "latest").write_text("global_step1")
     (one / "trainer_state.json").write_text("")
     assert get_last_checkpoint(str(tmp_path)) is None  # no save had ended: a script begins anew
 

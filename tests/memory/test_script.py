@@ -92,10 +92,16 @@ def test_a_script_that_fails_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(UnpredictableError, match=r"ZeroDivisionError \(line 2\)") as failure:
         rehearse(script(tmp_path, "x = 1\nx / 0\n"), [])
     assert "--load-weights" in str(failure.value)
-    with pytest.raises(UnpredictableError, match="ran to its end"):
-        rehearse(script(tmp_path, "x = 1\n"), [])
-    with pytest.raises(UnpredictableError, match="exit code 3"):
-        rehearse(script(tmp_path, "raise SystemExit(3)\n"), [])
+    for text, said in (
+        ("x = 1\n", "ran to its end"), ("raise SystemExit(3)\n", "exit code 3"), ("x =\n", "SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError"),
+    ):  # fmt: skip
+        with pytest.raises(UnpredictableError, match=said) as failure:
+            rehearse(script(tmp_path, text), [])
+        assert "--load-weights" not in str(failure.value), "which would not help"
+    (tmp_path / "folder" / "train.py").mkdir(parents=True)
+    with pytest.raises(UnpredictableError, match=r"train\.py is no file"):
+        Subject.of(str(tmp_path / "folder" / "train.py"), [], Request())
 
 
 def test_a_script_that_stops_before_its_first_batch(tmp_path: Path) -> None:

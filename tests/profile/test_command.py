@@ -91,7 +91,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, _, errors = run(*words)
     assert code == 2
-    assert "cannot be written to" in errors
+    assert f"--output names {tmp_path / 'file' / 'out'}, which cannot be written to" in errors.replace("\n", "")
 
 
 def test_a_script_is_recorded_and_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,11 @@ def rank_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.jsonl"
 
 
-def require_writable(folder: str | Path) -> Path:
+def require_writable(folder: str | Path, option: str | None = None) -> Path:
     """The folder, made if it is not there.
+
+    Args:
+        option: of a command that names it, in place of the configuration's key.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -46,11 +49,12 @@ def require_writable(folder: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ConfigError(
-            f'"report" names {path}, which cannot be written to on {socket.gethostname()} ({error.strerror}): give a '
-            "folder that can, or remove the key",
-            POINTER,
-        ) from error
+        named = (
+            f"{path}, which cannot be written to on {socket.gethostname()} ({error.strerror}): give a folder that can"
+        )
+        if option is not None:
+            raise ConfigError(f"{option} names {named}") from error
+        raise ConfigError(f'"report" names {named}, or remove the key', POINTER) from error
     return path
 
 
