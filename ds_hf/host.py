@@ -7,6 +7,7 @@ systemd make them) where that is less: psutil alone tells of memory that the ker
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,12 @@ def _cached(statistics: Path) -> int:
 
 
 def user_cache() -> Path:
-    """The folder for what is worth keeping between runs: ``$XDG_CACHE_HOME/ds_hf``, or ``~/.cache/ds_hf``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "ds_hf"
+    """The folder for what is worth keeping between runs: ``$XDG_CACHE_HOME/ds_hf``, or ``~/.cache/ds_hf``, or of a user
+    without a home one among temporary files."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if root.is_absolute():  # another is to be ignored
+        return root / "ds_hf"
+    try:
+        return Path.home() / ".cache" / "ds_hf"
+    except RuntimeError:  # a container whose user has no name
+        return Path(tempfile.gettempdir()) / f"ds_hf-{os.geteuid()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -80,3 +81,19 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.rank_cores() == [1]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert host.rank_cores() == list(range(8))
+
+
+def test_the_cache_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/a/cache")
+    assert host.user_cache() == Path("/a/cache/ds_hf")
+    monkeypatch.setenv("HOME", "/home/some")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert host.user_cache() == Path("/home/some/.cache/ds_hf")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert host.user_cache() == Path("/home/some/.cache/ds_hf")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", staticmethod(homeless))  # a container whose user has no name
+    assert host.user_cache() == Path(tempfile.gettempdir()) / f"ds_hf-{os.geteuid()}"

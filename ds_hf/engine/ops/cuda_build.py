@@ -77,10 +77,7 @@ def cubin(text: str, arch: str) -> bytes:
     folder = cache_folder()
     fault = _fault_of(folder)
     if fault:
-        warn_once(
-            f"compiled kernels are not kept: {fault}, so others could change them. Take that right away "
-            "(chmod go-w), or set XDG_CACHE_HOME to a folder of your own"
-        )
+        warn_once(f"compiled kernels are not kept: {fault} set XDG_CACHE_HOME to a folder of your own")
         return compile_cubin(text, arch)
     path = folder / f"{key}.cubin"
     code = _read(path)
@@ -122,7 +119,8 @@ def compiler_version() -> str:
 
 
 def _fault_of(folder: Path) -> str:
-    """Which folder on the way to the cache another user can write into; empty where there is none.
+    """Which folder on the way to the cache another user can write into, and what else helps than to have another
+    cache; empty where there is none.
 
     In a sticky one, such as /tmp, others can make files and not replace those of this user. A folder that is not there
     yet will be made by this user.
@@ -134,11 +132,11 @@ def _fault_of(folder: Path) -> str:
         except FileNotFoundError:
             continue
         except OSError as error:
-            return f"{path} cannot be looked at ({error.strerror})"
+            return f"{path} cannot be looked at ({error.strerror}):"
         if status.st_uid not in (0, os.geteuid()):
-            return f"{path} belongs to another user"
+            return f"{path} belongs to another user, who could change them:"
         if status.st_mode & 0o022 and (path == place or not status.st_mode & stat.S_ISVTX):
-            return f"{path} can be written by other users"
+            return f"{path} can be written by other users, who could change them: take that right away (chmod go-w), or"
     return ""
 
 

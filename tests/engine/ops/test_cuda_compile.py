@@ -210,6 +210,7 @@ def test_what_others_own_is_not_taken(
     os.chown(file if place == "file" else file.parent, 65534, 65534)
     cuda_build.cubin("text", "sm_90")
     assert len(compilations) == 2
+    assert "chmod" not in cuda_build._fault_of(file.parent)  # which only the other user could
 
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
