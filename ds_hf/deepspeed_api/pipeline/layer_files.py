@@ -2,8 +2,8 @@
 tensor-parallel processes with theirs in the name. For scripts that keep them so; not the engine's checkpoints.
 
 Several processes replace these files one by one, and their names are the same in every save. So beside each lies a
-hidden ``.layer_03-model_states.json``, gone while the file is written, that says of which save it is. Files of two
-saves (one was killed) are not loaded; DeepSpeed's have none of these and are.
+hidden ``.layer_03-model_states.json``, gone while the file is written, that says of which save it is, and its checksum.
+Files of two saves (one was killed), or in the place of others, are not loaded; DeepSpeed's have none of these and are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_hf.checkpoint.checksum import checksum_of_file
 from ds_hf.checkpoint.files import replace_text
 from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
-from ds_hf.regular_files import read_regular
+from ds_hf.regular_files import read_object
 
 __all__ = ["load", "path_of", "paths_of", "prefix", "save"]
 
@@ -74,7 +75,8 @@ def save(module: StageModule, folder: str, engine: CheckpointEngine, *, exclude_
         _remove_stale(module, folder, index)
         _stamp_of(path).unlink(missing_ok=True)
         engine.save({name: _own(value) for name, value in state.items()}, str(path))
-        replace_text(_stamp_of(path), json.dumps({"save": stamp}))
+        known = {"checksum": checksum_of_file(path)} if path.is_file() else {}  # another's engine may write later
+        replace_text(_stamp_of(path), json.dumps({"save": stamp, **known}))
 
 
 def _new_stamp(module: StageModule) -> str:
@@ -120,15 +122,32 @@ def _saves(module: StageModule, folder: str) -> dict[str, Path]:
     known: dict[str, Path] = {}
     for layer in range(module.layer_count):
         for path in _files_of(folder, layer):
-            stamp = _stamp_of(path)
-            try:
-                said = str(json.loads(read_regular(stamp, 4096))["save"])
-            except FileNotFoundError:
-                said = ""
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{stamp} cannot be read: save the layers again") from harmless(error)
-            known.setdefault(said, path)
+            known.setdefault(str(_said_of(path).get("save", "")), path)
     return known
+
+
+def _said_of(path: Path) -> dict[str, Any]:
+    """What lies beside a layer's file; nothing beside DeepSpeed's."""
+    stamp = _stamp_of(path)
+    try:
+        return read_object(stamp, 4096)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{stamp} cannot be read: save the layers again") from harmless(error)
+
+
+def _check_sum(path: Path) -> None:
+    known = _said_of(path).get("checksum")
+    try:
+        same = known is None or checksum_of_file(path) == known
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not same:
+        raise CheckpointError(
+            f"{path} is damaged, or of another layer or save: copy it again, with the hidden files .layer_*.json. If "
+            f"you have changed it yourself, remove {_stamp_of(path).name}"
+        )
 
 
 def load(module: StageModule, folder: str, engine: CheckpointEngine, *, strict: bool) -> None:
@@ -147,6 +166,7 @@ def load(module: StageModule, folder: str, engine: CheckpointEngine, *, strict: 
                 f"no {path}; {found} in that folder. Files of layers are read by as many tensor-parallel processes as "
                 "have written them; checkpoints of engine.save_checkpoint() by any number"
             )
+        _check_sum(Path(path))
         layer.load_state_dict(engine.load(path, map_location="cpu"), strict=strict)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,11 @@ def layers_in_files(folder: str) -> None:
         CheckpointError, match=r"no .*layer_00-model_states.pt; nothing of this layer is in that folder"
     ):
         one.load_state_dir(f"{folder}/none", engine)
+    copied = Path(shutil.copytree(folder, f"{folder}-{dist.get_rank()}"))
+    here, other = sorted(copied.glob("layer_*"))[:2]
+    shutil.copy(other, here)
+    with pytest.raises(CheckpointError, match=f"{here} is damaged, or of another layer or save"):
+        one.load_state_dir(str(copied), engine)
 
 
 def test_layers_in_files_of_their_own(tmp_path: Path) -> None:
