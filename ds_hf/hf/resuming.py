@@ -133,27 +133,31 @@ def check_resumed(trainer: Any, given: Any) -> Any:
     Raises:
         CheckpointError: one cannot, on whatever process.
     """
-    if trainer.args.deepspeed_plugin is None:
+    if trainer.args.deepspeed_plugin is None or not given:
         return given
     if given is True:
         found: Any = importlib.import_module("transformers.trainer")
         given = found.get_last_checkpoint(trainer.args.output_dir) or given
-    if not isinstance(given, str | os.PathLike) or not Path(given).is_dir():
-        return given
-    _agree(given, _own_fault(Path(given), trainer.args.process_index))
+    folder = None if given is True else Path(given)
+    there = folder is not None and folder.is_dir()
+    fault = _own_fault(Path(given), trainer.args.process_index) if there else None
+    _agree(trainer.args.output_dir if folder is None else folder, fault)
     return given
 
 
-def _agree(folder: Any, fault: str) -> None:
-    """Raise what any process has found wrong. Collective."""
+def _agree(folder: Any, fault: str | None) -> None:
+    """Raise what any process has found wrong; ``None``: it has no such folder, which is said where others have one.
+    Collective."""
     from ds_hf.errors import CheckpointError
 
     faults = [fault]
     if dist.is_initialized() and dist.get_world_size() > 1:
         faults *= dist.get_world_size()
-        dist.all_gather_object(faults, faults[0])
-    for fault in filter(None, faults):
-        raise CheckpointError(_refused(folder, fault))
+        dist.all_gather_object(faults, fault)
+    if any(each is not None for each in faults):
+        faults = [f"process {rank} does not find it" if each is None else each for rank, each in enumerate(faults)]
+    for each in filter(None, faults):
+        raise CheckpointError(_refused(folder, each))
 
 
 def _refused(folder: Any, fault: str) -> str:

@@ -152,7 +152,8 @@ def resumed(folder: Path, checkpoint: str) -> list[str]:
     logging.getLogger("ds_hf").addHandler(heard)
     trainer = make_trainer(folder / "out", config(2), max_steps=3)
     try:
-        trainer.train(resume_from_checkpoint=str(folder / checkpoint))
+        names = checkpoint.split(" or ")  # processes may be given different ones
+        trainer.train(resume_from_checkpoint=str(folder / names[trainer.args.process_index % len(names)]))
     except CheckpointError as error:
         told.append(f"refused: {error}")
     logging.getLogger("ds_hf").removeHandler(heard)
@@ -217,6 +218,7 @@ def test_the_trainers_own_files_are_whole_and_of_one_save(tmp_path: Path) -> Non
         spoilt("later", "trainer_state.json", (three / "trainer_state.json").read_bytes()),
         spoilt("faster", "scheduler.pt", (three / "scheduler.pt").read_bytes()),
         "checkpoint-2",
+        "checkpoint-2 or nowhere",
     ]
     for rank, told in enumerate(run_user_code(resumed_from_each, tmp_path, *names)):
         for name, file in zip(
@@ -230,3 +232,6 @@ def test_the_trainers_own_files_are_whole_and_of_one_save(tmp_path: Path) -> Non
             (text,) = told[5]
             assert "scheduler.pt is at learning rates [0.0" in text
         assert told[6] == []
+        (text,) = told[7]
+        assert text.startswith(f"refused: {tmp_path}")
+        assert "is not resumed from: process 1 does not find it" in text
