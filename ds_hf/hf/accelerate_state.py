@@ -106,6 +106,13 @@ def wrap_accelerator(module: ModuleType) -> None:
 
         return wait_first
 
+    def with_known_plugin(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+        """A second Trainer of the same TrainingArguments gives the plugin that is there already, which is no other."""
+        given = kwargs.get("deepspeed_plugin")
+        if given is module.AcceleratorState._shared_state.get("deepspeed_plugins"):
+            kwargs = {**kwargs, "deepspeed_plugin": None}
+        return wrapped(*args, **kwargs)
+
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         _share_layers(accelerator)
         config = accelerator.deepspeed_plugin.hf_ds_config
@@ -174,6 +181,7 @@ def wrap_accelerator(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
     wrap(module, "load_accelerator_state", load_whole_state)
+    wrap(module, "Accelerator.__init__", with_known_plugin)
     wrap(module, "Accelerator.get_state_dict", with_all_experts)
     wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
     wrap(module, "Accelerator.no_sync", of_its_own_stage)
