@@ -58,7 +58,11 @@ def resolve_elastic(config: Config, draft: Draft, world: WorldSize, mesh: MeshSh
         draft.fault(f"{base}/max_train_batch_size", str(error), "raise it, or train on fewer processes")
         return
     except ElasticityError as error:
-        draft.fault(base, str(error), "change it; `ds-hf config explain` shows what is chosen for how many processes")
+        draft.fault(
+            base,
+            str(error),
+            "add what is missing, or change it: `ds-hf config explain` then shows what is chosen for which number",
+        )
         return
     if not batch.sizes:
         message = f"no number of processes from {section.min_gpus} to {section.max_gpus} makes a global batch"

@@ -254,9 +254,12 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[st
     if isinstance(saved, list) and manifest.extra.get("written_by", {}).get("deepspeed"):
         saved = common["param_groups"] = _without_experts(saved, len(engine.optimizer.param_groups))
     if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
-        raise CheckpointError(
-            f"{manifest.folder} was saved without an optimizer: load it with load_optimizer_states=False"
-        )
+        lacking = "was saved without an optimizer"
+        if manifest.extra.get("written_by", {}).get("deepspeed"):  # whose file of the model does not say which
+            lacking = (
+                "has no states of an optimizer, which lie in *_optim_states.pt: copy these too, or, if there are none"
+            )
+        raise CheckpointError(f"{manifest.folder} {lacking}: load it with load_optimizer_states=False")
     check_rule(engine.optimizer, manifest)
     check_options(engine.optimizer, saved, str(manifest.folder))
 

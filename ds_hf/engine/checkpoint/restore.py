@@ -6,6 +6,7 @@ One buffer's moment is in memory at a time beside the optimizer's own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -269,8 +270,10 @@ def check_rule(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
     if not saved or saved == live or (rules[0] == rules[1] and rules[0] is not None):
         return
     if None not in rules:
+        named = re.sub("^(Fused|DeepSpeedCPU)", "", saved)  # as a file names it, which does not choose the kernels
+        rule = "Adam or AdamW, as it was" if rules[0] == "adam" else named
         raise CheckpointError(
-            f"{manifest.folder} was saved with the optimizer {saved}, and this one is {live}: train with {saved}, or "
+            f"{manifest.folder} was saved with the optimizer {saved}, and this one is {live}: train with {rule}, or "
             "load with load_optimizer_states=False"
         )
     if optimizer.axis.rank == 0:

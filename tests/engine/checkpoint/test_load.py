@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.checkpoint import tensors
+from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
+from ds_hf.checkpoint.formats import open_source
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, differences, engine_of, states, train
@@ -244,6 +246,19 @@ def test_engine_without_optimizer(saved: Path, tmp_path: Path, stage: int) -> No
         with pytest.raises(CheckpointError, match="saved without an optimizer"):
             trained.load_checkpoint(tmp_path)
         trained.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def test_deepspeeds_files_without_those_of_the_optimizer(saved: Path, tmp_path: Path) -> None:
+    """Whether there were any does not show: both are said, and what is advised works."""
+    folder = write_deepspeed(open_source(saved), tmp_path, Target(2, 2), "tag")
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+    with engine_of(config(2), seed=4) as engine, engine_of(config(2)) as wanted:
+        with pytest.raises(CheckpointError, match=r"which lie in \*_optim_states\.pt: copy these too, or"):
+            engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        wanted.load_checkpoint(saved)
+        assert torch.equal(states(engine)["embedding.weight"], states(wanted)["embedding.weight"])
 
 
 def _rank_1_cannot_read(folder: Path) -> str:
