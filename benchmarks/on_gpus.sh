@@ -8,7 +8,8 @@
 #   prepare 0, 1    installs, and builds DeepSpeed's kernels (BUILD="CPUAdam" for some, BUILD= for none); other parts do
 #                   the first too, but not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
-#   tests 1 or 2, 8 tests/gpu but for those of the kernels
+#   tests 1 or 2, 8 tests/gpu but for those of the kernels and of four GPUs
+#   four 4, 8       the latter; beside others on the same GPUs they run into their time limits
 #   training 2, 9   benchmarks/training.py, the rows of docs/measurements.md; ROWS="3 7" for some of them
 #   captured 2, 4   small steps, with blocks in CUDA graphs and without
 #   data 1, 1       fewer tokens in the middle blocks, fewer blocks
@@ -75,11 +76,14 @@ tests() {
   local test=(python3 -m pytest -v -W ignore -m "" --timeout 150 -ra --tb short -p no:benchmark)
   local timed="test_report or test_blocks or beside_computation or the_link_is or copies_of_others or does_not_wait"
   local large=(tests/gpu/test_long_context.py tests/gpu/test_memory.py tests/gpu/test_offload_ways.py)
-  "${test[@]}" -n 14 -k "not ($timed)" tests/gpu --ignore tests/gpu/test_ops_cuda.py "${large[@]/#/--ignore=}" &
+  "${test[@]}" -n 14 -k "not ($timed)" tests/gpu --ignore tests/gpu/test_ops_cuda.py --ignore tests/gpu/test_four.py \
+    "${large[@]/#/--ignore=}" &
   "${test[@]}" -n 3 -k "not ($timed)" "${large[@]}"
   wait $!
   "${test[@]}" -k "$timed" tests/gpu
 }
+
+four() { python3 -m pytest -v -W ignore -m "" --timeout 150 -ra --tb short -p no:benchmark -n 3 tests/gpu/test_four.py; }
 
 training() {
   local rows=(
@@ -211,7 +215,8 @@ for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | long | tensor | host | profile | masters | autotune | many)
+    kernels | tests | four | training | captured | data | offload | offload2 | memory | long | tensor | host | profile | \
+      masters | autotune | many)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"
