@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +140,8 @@ def read_run(folder: str | Path) -> Run:
         DsHfError: there is no report in it, or of another version.
     """
     path = Path(folder)
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise DsHfError(f"{path} cannot be read (Permission denied): let its owner allow it (chmod)")
     files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else []
     ranks = [rank for file in files if (rank := _rank_of(file)) is not None]
     if not ranks:
@@ -180,6 +183,8 @@ def _rank_of(path: Path) -> Rank | None:
         return _read_rank(path)
     except DsHfError:
         raise
+    except PermissionError as error:  # of another user's run perhaps: nothing is wrong with it
+        raise DsHfError(f"{path} cannot be read ({error.strerror}): let its owner allow it (chmod)") from None
     except (*FAULTS, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error!s:.200}"
         raise DsHfError(f"{path} is not as a run writes it ({reason}): remove it, or record again") from harmless(error)

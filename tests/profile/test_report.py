@@ -16,6 +16,7 @@ import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, note
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from ds_hf.autotune.charts import LETTER
 from ds_hf.errors import DsHfError
+from ds_hf.profile import load
 from ds_hf.profile.analysis import analyse
 from ds_hf.profile.cli import _fitting
 from ds_hf.profile.figures import heat_map, segments, typical_step
@@ -166,6 +168,21 @@ def test_a_line_fits_beside_the_spinner() -> None:
 def test_a_folder_without_a_report_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(DsHfError, match=r'has no report: a run writes one there with "ds_hf": \{"report"'):
         read_run(tmp_path)
+
+
+def test_what_may_not_be_read_is_not_to_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "open_regular", refused)
+        with pytest.raises(
+            DsHfError, match=r"rank_00000\.jsonl cannot be read \(Permission denied\): let its owner allow it"
+        ):
+            read_run(folder)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DsHfError, match=f"{folder} cannot be read"):
+        read_run(folder)
 
 
 @needs_chromium
