@@ -61,7 +61,8 @@ def consolidated_state_dict(
                 value = whole_value(engine, holders, name, param)
                 if first and value is not None:
                     state[name] = readable(param, value).to("cpu", copy=True)
-    placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
+    owners = [param for buffer in flat_buffers(engine) for param in buffer.owners]
+    placed = {id(param): parameter_name(engine, param) for param in owners}
     for name, param in engine.module.named_parameters() if stages.here else ():
         name = parameter_name(engine, param, name)
         if id(param) not in placed and wanted(name, param):
@@ -79,9 +80,17 @@ def consolidated_state_dict(
     for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]
+    now = {_plain(name) for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    for name in placed.values():
+        if _plain(name) not in now:  # as an adapter that was merged and unloaded, and what it was around
+            state.pop(name, None)
     names = engine.module.state_dict(keep_vars=True)  # of divided layers it would tell that values are parts
-    order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(names)}
+    order = {_plain(name): index for index, name in enumerate(names)}
     return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Tensor] | None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from ds_hf.engine.checkpoint.consolidate import clone_tensors_for_torch_save
+from ds_hf.engine.zero.gather import GatheredParameters
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -50,6 +51,30 @@ def test_rank_0_has_everything_and_others_nothing(runs: Any, stage: int) -> None
         if not name.endswith("calls"):
             assert value.dtype is (torch.float32 if name.endswith("mean") else torch.bfloat16)  # a buffer, as loaded
         assert torch.equal(value.float(), expected.get(name, value).float())
+
+
+class Around(torch.nn.Module):
+    """A layer and what is learned beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.beside = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.beside(x)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_taken_out_of_the_model_is_not_saved(stage: int, tmp_path: Path) -> None:
+    """As by merge_and_unload of PEFT."""
+    with engine_of(config(stage), torch.nn.Sequential(Around(), torch.nn.Linear(4, 4))) as engine:
+        engine.module[0] = engine.module[0].base
+        with GatheredParameters(engine.module.parameters()):
+            expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        assert engine.save_16bit_model(tmp_path) is True
+    content = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert list(content) == list(expected) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(torch.equal(content[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
