@@ -80,9 +80,12 @@ def consolidated_state_dict(
     for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]
-    now = {_plain(name) for name, _ in engine.module.named_parameters(remove_duplicate=False)}
-    for name in placed.values():
-        if _plain(name) not in now:  # as an adapter that was merged and unloaded, and what it was around
+    now: dict[int, list[str]] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        now.setdefault(id(param), []).append(_plain(name))
+    for key, name in placed.items():  # an adapter that was merged and unloaded is gone, and what it was around renamed
+        found = now.get(key)
+        if found is None or (_plain(name) not in found and any(other in state for other in found)):
             state.pop(name, None)
     names = engine.module.state_dict(keep_vars=True)  # of divided layers it would tell that values are parts
     order = {_plain(name): index for index, name in enumerate(names)}

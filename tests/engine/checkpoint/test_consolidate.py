@@ -78,6 +78,19 @@ def test_what_was_taken_out_of_the_model_is_not_saved(stage: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_called_otherwise_by_now_is_saved(stage: int, tmp_path: Path) -> None:
+    """As by get_peft_model around the module of an engine."""
+    with engine_of(config(stage), torch.nn.Sequential(torch.nn.Linear(4, 4))) as engine:
+        engine.module[0] = torch.nn.Sequential(engine.module[0])
+        with GatheredParameters(engine.module.parameters()):
+            expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.save_16bit_model(tmp_path)
+    content = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert list(content) == list(expected) == ["0.0.weight", "0.0.bias"]
+    assert all(torch.equal(content[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_saved_models_load(runs: Any, stage: int) -> None:
     folder, (found, _, _), _ = runs[stage]
     content = torch.load(folder / "pytorch_model.bin", weights_only=True)
