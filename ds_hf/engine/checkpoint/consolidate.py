@@ -25,6 +25,7 @@ from ds_hf.engine.checkpoint.live import (
     extra_states,
     flat_buffers,
     module_buffers,
+    names_now,
     parameter_name,
     world_of,
 )
@@ -80,20 +81,13 @@ def consolidated_state_dict(
     for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]
-    now: dict[int, list[str]] = {}
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
-        now.setdefault(id(param), []).append(_plain(name))
-    for key, name in placed.items():  # an adapter that was merged and unloaded is gone, and what it was around renamed
-        found = now.get(key)
-        if found is None or (_plain(name) not in found and any(other in state for other in found)):
+    now = names_now(engine)
+    for key, name in placed.items():
+        if now.get(key) != name:  # the parameter left the model, or is there under other names, which are aliases
             state.pop(name, None)
     names = engine.module.state_dict(keep_vars=True)  # of divided layers it would tell that values are parts
-    order = {_plain(name): index for index, name in enumerate(names)}
+    order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(names)}
     return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Tensor] | None:

@@ -101,6 +101,18 @@ def parameter_name(engine: Checkpointable, param: Tensor, otherwise: str = "") -
     return engine.param_names.get(id(param), _plain(otherwise))
 
 
+def names_now(engine: Checkpointable) -> dict[int, str]:
+    """By the id of each parameter that is in the model now: its first name, if it still has that, or one of those that
+    it has got since. Adapters that were merged and unloaded are in it no more, and what they were around is renamed."""
+    found: dict[int, str] = {}
+    for name, whole in engine.module.named_parameters(remove_duplicate=False):
+        for path, param in {"": whole, **dict(packed_parts(whole))}.items():
+            known = _plain(f"{name}.{path}" if path else name)
+            if id(param) not in found or known == parameter_name(engine, param):
+                found[id(param)] = known
+    return found
+
+
 def flat_buffers(engine: Checkpointable) -> list[FlatBuffer]:
     """Every flat buffer, in an order that all ranks share."""
     return [buffer for unit in engine.units for buffer in unit.buffers]

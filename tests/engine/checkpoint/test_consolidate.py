@@ -72,9 +72,11 @@ def test_what_was_taken_out_of_the_model_is_not_saved(stage: int, tmp_path: Path
         with GatheredParameters(engine.module.parameters()):
             expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         assert engine.save_16bit_model(tmp_path) is True
-    content = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    assert list(content) == list(expected) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert all(torch.equal(content[name], value) for name, value in expected.items())
+        engine.export_pretrained(tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for content in (torch.load(tmp_path / "pytorch_model.bin"), exported):
+        assert set(content) == set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert all(torch.equal(content[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -85,9 +87,11 @@ def test_what_is_called_otherwise_by_now_is_saved(stage: int, tmp_path: Path) ->
         with GatheredParameters(engine.module.parameters()):
             expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.save_16bit_model(tmp_path)
-    content = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    assert list(content) == list(expected) == ["0.0.weight", "0.0.bias"]
-    assert all(torch.equal(content[name], value) for name, value in expected.items())
+        engine.export_pretrained(tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for content in (torch.load(tmp_path / "pytorch_model.bin"), exported):
+        assert set(content) == set(expected) == {"0.0.weight", "0.0.bias"}
+        assert all(torch.equal(content[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
