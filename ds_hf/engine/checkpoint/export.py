@@ -30,7 +30,7 @@ from ds_hf.engine.checkpoint.live import (
 from ds_hf.engine.checkpoint.merging import Merging
 from ds_hf.engine.checkpoint.weights import find_whole, named_weights, values_of
 from ds_hf.engine.modules.quantized.layers import is_quantized
-from ds_hf.engine.zero.buffer import FlatBuffer, unshard
+from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
 
@@ -93,11 +93,12 @@ def export_engine(
         named = {spec.name for spec in specs}
         for name, value in named_weights(engine, dtype, merged=True):
             write(name, value if name in named else None)
+    now = names_now(engine)  # without those that left the model
     for buffer in flat_buffers(engine) if stages.here and merging is None else ():
         with torch.no_grad(), unshard([buffer] if buffer.sharded else []):
-            for name, param in zip(_names(engine, buffer), buffer.owners, strict=True):
-                if name is not None:
-                    put(name, param)
+            for param in buffer.owners:
+                if id(param) in now:
+                    put(now[id(param)], param)
     loose = stages.here and merging is None
     rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]} if loose else {}
     for name, value in rest.items():
@@ -125,20 +126,13 @@ def _merging(engine: Checkpointable, folder: str | Path) -> Merging:
     return merging
 
 
-def _names(engine: Checkpointable, buffer: FlatBuffer) -> list[str | None]:
-    """Of the parameters of ``buffer``, as the model has them now; ``None`` for those that left it."""
-    now = names_now(engine)
-    return [now.get(id(param)) for param in buffer.owners]
-
-
 def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spec]:
-    specs = []
+    specs, now = [], names_now(engine)
     for buffer in flat_buffers(engine):
-        for name, slot, param in zip(_names(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
-            if name is None:
-                continue
-            kept, shape = buffer.form_of(slot)
-            specs.append(Spec(name, tuple(whole_shape(param, shape)), floating(dtype, kept)))
+        for owner, slot, param in zip(buffer.owners, buffer.layout.slots, buffer.params, strict=True):
+            if id(owner) in now:
+                kept, shape = buffer.form_of(slot)
+                specs.append(Spec(now[id(owner)], tuple(whole_shape(param, shape)), floating(dtype, kept)))
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
         specs.append(Spec(name, tuple(whole_shape(value, value.shape)), floating(dtype, value.dtype)))
     return specs

@@ -56,13 +56,17 @@ class CompileReport(NamedTuple):
 
 def _tell_lost_options(module: nn.Module, compiled: Any) -> None:
     """torch keeps what ``module.compile()`` was given in the compiled code alone."""
-    plain = torch.compile(module.forward).get_compiler_config()  # type: ignore[attr-defined]
-    if getattr(compiled, "get_compiler_config", lambda: plain)() != plain:
+    if _options_in(compiled) != _options_in(torch.compile(module.forward)):
         warn_once(
             f"{type(module).__name__}.compile() had a backend, a mode or options and was called before the engine was "
             "made, which compiles its blocks with inductor as it is by default: call engine.compile(backend=..., "
             "mode=..., options=...) after initialize() to have them"
         )
+
+
+def _options_in(compiled: Any) -> Any:
+    """``None`` where torch compiles nothing (``TORCHDYNAMO_DISABLE=1``) and gives the function back as it is."""
+    return getattr(compiled, "get_compiler_config", lambda: None)()
 
 
 class ModuleCompiler:

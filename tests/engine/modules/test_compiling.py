@@ -242,6 +242,18 @@ def test_options_that_were_given_before_the_engine_was_there_are_missed(
         assert sum("call engine.compile(" in text for text in caplog.messages) == told, options
 
 
+def test_where_torch_compiles_nothing_no_options_are_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    forget_said()
+    model = Model()
+    model.compile(mode="reduce-overhead")
+    with caplog.at_level(logging.WARNING, "ds_hf"):
+        make(0, model).destroy()
+    assert "call engine.compile(" not in caplog.text
+
+
 def test_a_run_says_what_its_first_step_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     forget_said()
     engine = make(0)
