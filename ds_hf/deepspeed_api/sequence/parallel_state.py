@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ds_hf.engine.comm.mesh import group_of
+
 __all__ = [
     "ensure_sequence_parallel",
     "get_model_parallel_group",
@@ -51,8 +53,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         )
     first = range(0, world_size, sequence_parallel_size)
     lists = [list(range(start, start + sequence_parallel_size)) for start in first]
-    group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
-    _SEQUENCE_PARALLEL_GROUP, _WORLD = group, dist.group.WORLD
+    _SEQUENCE_PARALLEL_GROUP, _WORLD = group_of(lists), dist.group.WORLD
 
 
 def ensure_sequence_parallel(size: int) -> None:

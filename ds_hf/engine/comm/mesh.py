@@ -31,7 +31,16 @@ from ds_hf.engine.comm.mpu import check_groups
 from ds_hf.engine.comm.watch import Watch
 from ds_hf.errors import ConfigError
 
-__all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "host_group", "watch_for_hangs"]
+__all__ = [
+    "Axis",
+    "Mesh",
+    "axis_of",
+    "compute_device",
+    "data_parallel_axis",
+    "group_of",
+    "host_group",
+    "watch_for_hangs",
+]
 
 
 @dataclass(frozen=True)
@@ -184,15 +193,15 @@ class Mesh:
         """
         sizes = self._sizes(dims)
         wanted = frozenset(dim for dim in dims if sizes[dim] > 1)
-        if not self._given and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
+        alone = wanted == _TENSOR and dist.get_backend() == "nccl"
+        if not self._given and not alone and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
             return self.world
         key = _DATA if self._given and wanted <= {"data", "sequence"} else wanted
         if {"inner", "outer"} & set(dims):  # also where there is one process along them
             key = frozenset(dims)
         if key not in self._axes:
             lists = self._lists_of_given(dims) if self._given else _ranks_along(sizes, wanted)
-            group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
-            self._axes[key] = axis_of(group, " x ".join(dims))
+            self._axes[key] = axis_of(group_of(lists, alone=alone), " x ".join(dims))
         return self._axes[key]
 
     def spanning(self, stages: Sequence[int], *dims: str) -> Axis | None:
@@ -209,7 +218,7 @@ class Mesh:
             there = {rank for stage in chosen for rank in by_stage[stage]}
             every = _ranks_along(sizes, frozenset({"pipe", *dims}))
             lists = [[rank for rank in ranks if rank in there] for ranks in every]
-            group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
+            group = group_of(lists)
             name = " x ".join([f"stages {', '.join(map(str, chosen))}", *dims])
             self._spans[key] = axis_of(group, name) if self.stage_rank in chosen else None
         return self._spans[key]
@@ -296,8 +305,7 @@ class Mesh:
             key = frozenset({name, str(size)})
             if key not in self._axes:
                 lists = _ranks_along(sizes, frozenset({name}))
-                group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
-                self._axes[key] = axis_of(group, f"{name} ({size})")
+                self._axes[key] = axis_of(group_of(lists), f"{name} ({size})")
         return self._axes[frozenset({"near", str(size)})], self._axes[frozenset({"far", str(size)})]
 
     @property
@@ -320,6 +328,7 @@ class Mesh:
 _DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})
 _SEQUENCE = frozenset({"sequence"})
 _MPU = "initialize(mpu=...)"
+_MOST_CHANNELS = 64  # of NCCL
 
 
 def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[int]]:
@@ -332,6 +341,21 @@ def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[in
     length = math.prod(sizes[name] for name in dims)
     found: list[list[int]] = ranks.permute(order).reshape(-1, length).tolist()
     return found
+
+
+def group_of(lists: list[list[int]], backend: str | None = None, *, alone: bool = False) -> dist.ProcessGroup:
+    """This process's group of those with the global ranks ``lists``; it waits as long as the group of all processes.
+
+    Args:
+        alone: GPUs do nothing beside what the group exchanges, so NCCL may have as many channels as it can.
+    """
+    timeout, options = timedelta(seconds=_group_timeout(None)), None
+    if alone:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = options.config.max_ctas = _MOST_CHANNELS
+        options._timeout = timeout
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend, options)  # type: ignore[no-untyped-call]
+    return group  # type: ignore[no-any-return]
 
 
 # -- logs and the watch over them --------------------------------------------------------------------------------------

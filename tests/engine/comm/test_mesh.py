@@ -53,6 +53,11 @@ def test_axes_are_those_of_a_device_mesh(rank: int) -> None:
     assert run_distributed(axes_of_sixteen, 1, rank, backend=None) == [[]]
 
 
+def waits_of(group: Any) -> float:
+    """Seconds that a collective of the group may take."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def axes_of_four() -> dict[str, Any]:
     plain, cut = Mesh(MeshShape(data=4)), Mesh(MeshShape(data=2, tensor=2))
     hierarchical = Mesh(MeshShape(data=4, inner=2))
@@ -65,12 +70,14 @@ def axes_of_four() -> dict[str, Any]:
         "inner": ranks_of(hierarchical.axis("inner")),
         "outer": ranks_of(hierarchical.axis("outer")),
         "rows": [(ranks_of(row.axis), row.divisor, row.copies, row.owners(whole=True)) for row in rows],
+        "waits": [waits_of(dist.group.WORLD), waits_of(hierarchical.axis("inner").group)],
         "sample": (plain.sample_rank, cut.sample_rank, Mesh(MeshShape(data=2, sequence=2)).sample_rank),
     }
 
 
 def test_axes_of_four_processes() -> None:
     for rank, found in enumerate(run_distributed(axes_of_four, 4)):
+        assert found["waits"][0] == found["waits"][1] != dist.default_pg_timeout.total_seconds()
         assert found["plain"] == [True, True]  # torch's own group: no other is made
         assert found["alone"] == [rank]
         assert found["inner"] == ([0, 1] if rank < 2 else [2, 3])

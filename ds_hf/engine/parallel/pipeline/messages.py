@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.comm.mesh import Mesh, group_of
 from ds_hf.engine.comm.message_log import MessageLog
 from ds_hf.engine.parallel.pipeline.partition import part_of, stage_of
 from ds_hf.errors import PipelineError
@@ -281,12 +281,12 @@ class Links:
         if mesh.world.log.watch is not None:
             mesh.world.log.watch.take_in(self.log)
         ranks = mesh.lists_along("pipe")
-        hosts = None if device.type == "cpu" or stages == 1 else _new_group(ranks, "gloo")
+        hosts = None if device.type == "cpu" or stages == 1 else group_of(ranks, "gloo")
 
         def make(back: bool) -> _Group | None:
             if stages == 1 or (back and chunks == 1):
                 return None
-            group = _new_group(ranks)
+            group = group_of(ranks)
             return _Group(group, group if hosts is None else hosts)
 
         groups = {(kind, back): make(back) for kind in ("activations", "gradients") for back in (False, True)}
@@ -347,11 +347,6 @@ class Links:
 def _shared(links: list[Link | Turn | None]) -> list[Link | Turn | None]:
     found: dict[tuple[int, int], Link] = {}
     return [found.setdefault((each.peer, id(each.group)), each) if isinstance(each, Link) else each for each in links]
-
-
-def _new_group(ranks: list[list[int]], backend: str | None = None) -> Any:
-    groups = [dist.new_group(each, backend=backend) for each in ranks]
-    return next(group for group, each in zip(groups, ranks, strict=True) if dist.get_rank() in each)
 
 
 # -- descriptions -------------------------------------------------------------------------------------------------
