@@ -193,15 +193,14 @@ class Mesh:
         """
         sizes = self._sizes(dims)
         wanted = frozenset(dim for dim in dims if sizes[dim] > 1)
-        alone = wanted == _TENSOR and dist.get_backend() == "nccl"
-        if not self._given and not alone and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
+        if not self._given and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
             return self.world
         key = _DATA if self._given and wanted <= {"data", "sequence"} else wanted
         if {"inner", "outer"} & set(dims):  # also where there is one process along them
             key = frozenset(dims)
         if key not in self._axes:
             lists = self._lists_of_given(dims) if self._given else _ranks_along(sizes, wanted)
-            self._axes[key] = axis_of(group_of(lists, alone=alone), " x ".join(dims))
+            self._axes[key] = axis_of(group_of(lists), " x ".join(dims))
         return self._axes[key]
 
     def spanning(self, stages: Sequence[int], *dims: str) -> Axis | None:
@@ -328,7 +327,6 @@ class Mesh:
 _DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})
 _SEQUENCE = frozenset({"sequence"})
 _MPU = "initialize(mpu=...)"
-_MOST_CHANNELS = 64  # of NCCL
 
 
 def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[int]]:
@@ -343,18 +341,10 @@ def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[in
     return found
 
 
-def group_of(lists: list[list[int]], backend: str | None = None, *, alone: bool = False) -> dist.ProcessGroup:
-    """This process's group of those with the global ranks ``lists``; it waits as long as the group of all processes.
-
-    Args:
-        alone: GPUs do nothing beside what the group exchanges, so NCCL may have as many channels as it can.
-    """
-    timeout, options = timedelta(seconds=_group_timeout(None)), None
-    if alone:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.min_ctas = options.config.max_ctas = _MOST_CHANNELS
-        options._timeout = timeout
-    group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend, options)  # type: ignore[no-untyped-call]
+def group_of(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """This process's group of those with the global ranks ``lists``; it waits as long as the group of all processes."""
+    timeout = timedelta(seconds=_group_timeout(None))
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend)  # type: ignore[no-untyped-call]
     return group  # type: ignore[no-any-return]
 
 
