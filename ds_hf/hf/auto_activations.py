@@ -25,7 +25,16 @@ from ds_hf.hf.accelerate_state import has_accelerator
 from ds_hf.hf.auto import CANDIDATES, apply_preset, free_device_memory, gib, precision, say, sixteen_bits
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 
-__all__ = ["KEPT", "OFFLOADED", "RECOMPUTED", "ActivationChoice", "fit", "settle_activations"]
+__all__ = [
+    "KEPT",
+    "OFFLOADED",
+    "RECOMPUTED",
+    "ActivationChoice",
+    "Lengths",
+    "fit",
+    "over_ranks",
+    "settle_activations",
+]
 
 KEPT, RECOMPUTED, OFFLOADED = "kept", "computed again in backward", "computed again, from inputs in host memory"
 FILL = 0.95  # of the free memory: predictions are within a tenth, and mostly too high
@@ -46,19 +55,33 @@ class ActivationChoice:
     needs: dict[tuple[str, str], int]
 
 
-def settle_activations(trainer: Any) -> None:
-    """Choose, write the choice into arguments, plugin and model, and say it on one rank."""
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the samples that were looked at: of the shortest and the longest of all ranks, and the mean of the
+    rank where it is least."""
+
+    least: int
+    mean: int
+    most: int
+
+
+def settle_activations(trainer: Any) -> Lengths | None:
+    """Choose, write the choice into arguments, plugin and model, and say it on one rank.
+
+    Returns:
+        How long samples are, if the model's activations could be looked at.
+    """
     arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
-    length, reason = _longest(trainer.train_dataset)
-    if not length:
+    lengths, reason = _lengths(trainer.train_dataset)
+    if lengths is None:
         say(f"activations are not looked at: {reason}")
-        return
+        return None
     micro = arguments.per_device_train_batch_size
     try:
         found = fit(
             trainer.model,
             plugin.ds_hf_choice.preset,
-            Workload(micro_batch=micro, seq_len=length),
+            Workload(micro_batch=micro, seq_len=lengths.most),
             room=_room(trainer.model),
             processes=process_group.get_world_size() if process_group.is_initialized() else 1,
             dtype=sixteen_bits(arguments),
@@ -68,9 +91,10 @@ def settle_activations(trainer: Any) -> None:
         )
     except UnpredictableError as error:
         say(f"activations are not looked at: {error}")
-        return
+        return None
     _apply(trainer, found)
-    say(_report(found, f"{micro} x {length} tokens"))
+    say(_report(found, f"{micro} x {lengths.most} tokens"))
+    return lengths
 
 
 def fit(
@@ -161,12 +185,13 @@ def _apply(trainer: Any, found: ActivationChoice) -> None:
 def _room(model: Any) -> int:
     """Free bytes of the device, with those that the model takes there already; the least over the ranks."""
     held = sum(param.nbytes for param in model.parameters() if param.is_cuda)
-    return free_device_memory().device + _over_ranks(held, process_group.ReduceOp.MIN)
+    return free_device_memory().device + over_ranks(held, process_group.ReduceOp.MIN)
 
 
-def _longest(dataset: Any) -> tuple[int, str]:
-    """Tokens of the longest sample of some hundred that lie evenly, over all ranks; 0 where one knows none, and why."""
-    longest, reason = 0, "the data set is a stream, or there is none"
+def _lengths(dataset: Any) -> tuple[Lengths | None, str]:
+    """Of some hundred samples that lie evenly, over all ranks; ``None`` where one knows no length, and why."""
+    found: list[int] = []
+    reason = "the data set is a stream, or there is none"
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset):
         reason = "samples of the data set have no input_ids"
         end, step = time.monotonic() + SCAN_SECONDS, max(1, len(dataset) // LOOKED_AT)
@@ -176,15 +201,17 @@ def _longest(dataset: Any) -> tuple[int, str]:
                     tokens = _tokens(dataset[index])
                 except Exception as error:  # training may never ask for it; if it does, it says so itself
                     reason = f"sample {index} of the data set cannot be read ({type(error).__name__}: {error})"
-                    longest = 0
+                    found = []
                     break
-                longest = max(longest, tokens or 0)
+                found.append(tokens or 0)
                 if tokens is None or time.monotonic() > end:
                     break
-    least = _over_ranks(longest, process_group.ReduceOp.MIN)
-    if longest and not least:
-        reason = "another process knows no length of its samples"
-    return (_over_ranks(longest, process_group.ReduceOp.MAX) if least else 0), reason
+    most = max(found, default=0)
+    if not over_ranks(most, process_group.ReduceOp.MIN):
+        return None, "another process knows no length of its samples" if most else reason
+    least = over_ranks(min(found), process_group.ReduceOp.MIN)
+    mean = over_ranks(sum(found) // len(found), process_group.ReduceOp.MIN)
+    return Lengths(least, mean, over_ranks(most, process_group.ReduceOp.MAX)), reason
 
 
 def _tokens(sample: Any) -> int | None:
@@ -210,7 +237,8 @@ def _random_numbers_kept() -> Iterator[None]:
     np.random.set_state(numbers)
 
 
-def _over_ranks(value: int, op: Any) -> int:
+def over_ranks(value: int, op: Any) -> int:
+    """``value`` reduced over all processes, on all of them. Collective."""
     if not process_group.is_initialized():
         return value
     found = torch.tensor([value], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -50,10 +50,11 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
         hf_config.config["optimizer"] = hf_config.__dict__.pop(SECTION)
     if trainer.args.deepspeed == AUTO:
         from ds_hf.hf.auto_activations import settle_activations  # it traces the model: nothing else needs that
+        from ds_hf.hf.auto_blocks import settle_blocks
 
         steps = args[1] if len(args) > 1 else kwargs["num_training_steps"]
         auto.choose_with_model(hf_config, trainer.args, trainer.model, steps)
-        settle_activations(trainer)
+        settle_blocks(trainer, steps, settle_activations(trainer))
     given, given_scheduler = _given(trainer)
     level = logger.level
     optimizer, scheduler = wrapped(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ds_hf.hf import auto, auto_activations
-from ds_hf.hf.auto_activations import FILL, KEPT, OFFLOADED, RECOMPUTED, ActivationChoice, fit
+from ds_hf.hf.auto_activations import FILL, KEPT, OFFLOADED, RECOMPUTED, ActivationChoice, Lengths, fit
 from ds_hf.memory import Workload
 from tests.helpers.distributed import run_distributed
 
@@ -89,17 +89,18 @@ def test_the_longest_sample_is_found_and_nothing_is_drawn() -> None:
     torch.manual_seed(3)
     random.seed(3)
     states = torch.get_rng_state(), random.getstate()
-    assert auto_activations._longest(Samples())[0] == LENGTH
+    lengths = [65 + index if index % 2 == 0 else LENGTH for index in range(64)]
+    assert auto_activations._lengths(Samples())[0] == Lengths(65, sum(lengths) // 64, LENGTH)
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     for nothing in (Stream(), None, [], [{"pixel_values": torch.zeros(3)}], [(torch.zeros(3),)], [{"input_ids": None}]):
-        assert auto_activations._longest(nothing)[0] == 0
+        assert auto_activations._lengths(nothing)[0] is None
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], np.array])
 def test_ids_of_any_kind_have_their_last_dimension_as_length(kind: Callable[[list[int]], Any]) -> None:
     samples = [{"input_ids": kind(list(range(length)))} for length in (3, 17, 5)]
-    assert auto_activations._longest(samples) == (17, "samples of the data set have no input_ids")
+    assert auto_activations._lengths(samples)[0] == Lengths(3, 8, 17)
 
 
 class Broken(Dataset[Any]):
@@ -115,16 +116,16 @@ class Broken(Dataset[Any]):
         return {"input_ids": torch.zeros(LENGTH)}
 
 
-def looked_at_broken() -> tuple[tuple[int, str], bool]:
+def looked_at_broken() -> tuple[tuple[Lengths | None, str], bool]:
     random.seed(3)
     state = random.getstate()
-    return auto_activations._longest(Broken()), state == random.getstate()
+    return auto_activations._lengths(Broken()), state == random.getstate()
 
 
 def test_a_sample_that_cannot_be_read_ends_the_look_on_all_processes() -> None:
     first, second = run_distributed(looked_at_broken, 2, timeout=30)
-    assert first == ((0, "sample 5 of the data set cannot be read (OSError: no such picture)"), True)
-    assert second == ((0, "another process knows no length of its samples"), True)
+    assert first == ((None, "sample 5 of the data set cannot be read (OSError: no such picture)"), True)
+    assert second == ((None, "another process knows no length of its samples"), True)
 
 
 class Equal(Dataset[Any]):

@@ -1,0 +1,104 @@
+"""``--deepspeed auto``, once activations are settled: whether blocks are captured in CUDA graphs, or compiled.
+
+Both take their time at the start and save some of each step. What a run computes and the rate of its GPU tell by and
+large how long it is, and whether the host keeps the GPU busy: a block that computes for less time than the host needs
+for its launches is captured, where all batches have one shape; others are compiled in a run that is long enough. It is
+asked of models without experts of which transformers says that they compile in one piece.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+import torch
+
+from ds_hf.engine.comm import process_group
+from ds_hf.engine.observe.model_flops import ModelFlops, matrix_rate
+from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.auto import say, sixteen_bits
+from ds_hf.hf.auto_activations import Lengths, over_ranks
+
+__all__ = ["blocks_pay", "settle_blocks"]
+
+REACHED = 0.35  # of the data sheet's rate by 1.35 B in eager blocks on an H100 (docs/measurements.md)
+LAUNCHES = 1e-3  # seconds; the host takes 2 to 5 ms for forward and backward of a block of transformers
+LONG = 20 * 60  # seconds of a run: compiled blocks save some 30 % of it, and take one or two minutes once
+
+
+def settle_blocks(trainer: Any, steps: int, lengths: Lengths | None) -> None:
+    """Choose, write the choice into the configuration, and say it on one rank. Collective.
+
+    Args:
+        steps: of the optimizer, in the whole run.
+        lengths: of samples, where they are known.
+    """
+    arguments = trainer.args
+    if (
+        lengths is None
+        or not steps
+        or not has_accelerator()
+        or not over_ranks(_may(trainer), process_group.ReduceOp.MIN)
+    ):
+        return
+    model, dtype = trainer.model, getattr(torch, sixteen_bits(arguments))
+    micro, times = arguments.per_device_train_batch_size, steps * arguments.gradient_accumulation_steps
+    each = ModelFlops.of(model).of_step(micro * lengths.mean, micro) / (REACHED * matrix_rate(arguments.device, dtype))
+    same = lengths.least == lengths.most and not arguments.gradient_checkpointing
+    found = blocks_pay(each, times, _layers(model), same=bool(over_ranks(same, process_group.ReduceOp.MIN)))
+    if found is None:
+        return
+    way, why = found
+    arguments.deepspeed_plugin.hf_ds_config.config.setdefault("ds_hf", {})[way] = "blocks"
+    say(f"{why} (--torch_compile false or TORCH_COMPILE_DISABLE=1 keeps them as they are)")
+
+
+def blocks_pay(seconds: float, times: int, layers: int, *, same: bool) -> tuple[str, str] | None:
+    """The key of ``ds_hf`` that makes blocks faster, and why; ``None`` where none is worth its start.
+
+    Args:
+        seconds: that the GPU takes for a micro-batch, forward and backward.
+        times: how many micro-batches there are in the run.
+        layers: how many blocks.
+        same: all micro-batches have one shape, and blocks keep what their backward needs.
+    """
+    block = seconds / max(layers, 1)
+    if same and block < LAUNCHES:
+        return (
+            "capture",
+            f"blocks are captured in CUDA graphs: the GPU computes one in {1e3 * block:.2f} ms, and is not kept busy",
+        )
+    if seconds * times > LONG:
+        return (
+            "compile",
+            f"blocks are compiled, in a run of about {seconds * times / 3600:.1f} hours: the first step takes longer",
+        )
+    return None
+
+
+def _may(trainer: Any) -> bool:
+    """Whether blocks can be compiled on this process, and nothing else was asked for."""
+    arguments, model = trainer.args, trainer.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    named = any(word.lstrip("-").replace("-", "_").startswith("torch_compile") for word in sys.argv[1:])
+    off = any(os.environ.get(name) == "1" for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"))
+    if (
+        named or off or arguments.torch_compile or arguments.use_liger_kernel
+    ):  # Liger's kernels are what compiling gives
+        return False
+    experts = any(name.endswith("experts") for name, _ in model.named_modules())  # what they compute depends on tokens
+    return getattr(model, "_can_compile_fullgraph", False) is True and not experts and _has_compiler()
+
+
+def _has_compiler() -> bool:
+    """Whether inductor finds what it compiles with: Triton, and a compiler of C for its launchers."""
+    from torch.utils._triton import has_triton
+
+    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
+
+
+def _layers(model: Any) -> int:
+    config = getattr(model, "config", None)
+    return int(getattr(getattr(config, "text_config", config), "num_hidden_layers", 1) or 1)
