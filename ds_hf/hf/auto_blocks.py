@@ -24,7 +24,7 @@ from ds_hf.hf.auto_activations import Lengths, over_ranks
 __all__ = ["blocks_pay", "settle_blocks"]
 
 REACHED = 0.35  # of the data sheet's rate by 1.35 B in eager blocks on an H100 (docs/measurements.md)
-LAUNCHES = 1e-3  # seconds; the host takes 2 to 5 ms for forward and backward of a block of transformers
+LAUNCHES = 2e-3  # seconds; the host takes 2 to 5 ms for forward and backward of a block of transformers
 LONG = 20 * 60  # seconds of a run: compiled blocks save some 30 % of it, and take one or two minutes once
 
 
