@@ -208,6 +208,19 @@ def test_experts_without_a_token_keep_their_values(stage: int) -> None:
                 assert not torch.equal(value[:2], before[name][:2])
 
 
+def left_out(stage: int) -> list[dict[str, Tensor]]:
+    """The second block is left out of most steps, with its experts."""
+    torch.set_num_threads(1)
+    section = {"enabled": True, "theta": 0.1, "gamma": 5.0}
+    return [train("mixtral", size, stage, 1, progressive_layer_drop=section)["weights"] for size in (1, 2)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_of_blocks_that_are_left_out_decay_as_the_blocks_do(stage: int) -> None:
+    for whole, divided in run_distributed(left_out, 2, stage, timeout=100):
+        assert farthest(divided, whole) < 1e-6
+
+
 def adapters(stage: int, folder: str) -> dict[str, Any]:
     """LoRA of attention on frozen experts; saved, and loaded again."""
     from peft import LoraConfig, get_peft_model

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Context
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +79,19 @@ class LayerDrop(Observer):
         logger.warning("progressive_layer_drop: %s has no list of blocks; its **kwargs are told pld_theta", model)
         return []
 
+    def share(self, index: int) -> float:
+        """The probability that the block of this place is computed in the present step."""
+        return kept_share(self.schedule.get_theta(), index, len(self.blocks))
+
+    def keeps(self, index: int, call: int) -> bool:
+        """Whether it was drawn to be computed in this call."""
+        return random.Random(f"{self.seed} {self.calls.step} {call} {index}").random() < self.share(index)
+
+    def trains_outside(self) -> bool:
+        """Whether anything trains that is in no block."""
+        inside = {id(param) for block in self.blocks for param in block.parameters()}
+        return any(param.requires_grad and id(param) not in inside for param in self.engine.module.parameters())
+
     def _begin(self, new: bool) -> None:
         self.schedule.update_state(self.calls.step)
 
@@ -122,34 +137,39 @@ class _Sometimes:
         if not call:
             return self.given(*args, **kwargs)
         assert isinstance(hidden, Tensor)
-        share = kept_share(self.drop.schedule.get_theta(), self.index, len(self.drop.blocks))
-        drawn = random.Random(f"{self.drop.seed} {self.drop.calls.step} {call} {self.index}").random()
-        if drawn >= share and not self._trains_alone(hidden):
+        share = self.drop.share(self.index)
+        if not self.drop.keeps(self.index, call) and not self._trains_alone(call):
             return self._passed_by(hidden, args, kwargs)
         output = self.given(*args, **kwargs)
+        if type(self.block) not in self.drop.forms:
+            self._learn_form(output)
         if share == 1.0:
             return output
         rows = self._rows_of(output, hidden)
         rows = hidden + (rows - hidden) / share
         return rows if isinstance(output, Tensor) else type(output)([rows, *output[1:]])
 
-    def _trains_alone(self, hidden: Tensor) -> bool:
-        """Whether nothing would train in this call without the block: of those that do it is the last."""
-        if hidden.requires_grad or not torch.is_grad_enabled():
-            return False
+    def _trains_alone(self, call: int) -> bool:
+        """Whether nothing would train in this call without the block: of those that do it is the last.
+
+        Hidden states do not tell: those of checkpointed adapters ask for gradients that nothing needs.
+        """
         trains = [any(param.requires_grad for param in block.parameters()) for block in self.drop.blocks]
-        return trains[self.index] and not any(trains[self.index + 1 :])
+        if not trains[self.index] or any(trains[self.index + 1 :]):
+            return False
+        earlier = any(trains[index] and self.drop.keeps(index, call) for index in range(self.index))
+        return not earlier and not self.drop.trains_outside()
 
     def _passed_by(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``hidden`` in the form of what the block gives: alone, or before what else there is of it."""
         kind, forms = type(self.block), self.drop.forms
-        if kind not in forms:
+        if kind not in forms:  # none was computed yet: training goes on in the middle
             devices = [hidden.device] if hidden.is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                output = self.given(*args, **kwargs)
+            with torch.no_grad(), torch.random.fork_rng(devices), _evaluated(self.block):
+                output = Context().run(self.given, *args, **kwargs)  # transformers collects router logits by context
             self._rows_of(output, hidden)
-            forms[kind] = () if isinstance(output, Tensor) else (type(output), output[1:])
-            if forms[kind] and any(each is not None for each in output[1:]):
+            self._learn_form(output)
+            if kind not in forms:
                 raise DsHfError(
                     f"progressive_layer_drop: {kind.__name__} gives more than hidden states (attention weights, a "
                     "cache), which a block that is left out has not: switch those off (output_attentions, use_cache), "
@@ -159,6 +179,12 @@ class _Sometimes:
         hidden = hidden.view_as(hidden)  # a node of its own, or backward would come to what is around it first
         return form[0]([hidden, *form[1]]) if form else hidden
 
+    def _learn_form(self, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self.drop.forms[type(self.block)] = ()
+        elif all(each is None for each in output[1:]):
+            self.drop.forms[type(self.block)] = (type(output), output[1:])
+
     def _rows_of(self, output: Any, hidden: Tensor) -> Tensor:
         rows = output if isinstance(output, Tensor) else output[0]
         if not isinstance(rows, Tensor) or rows.shape != hidden.shape:
@@ -167,6 +193,19 @@ class _Sometimes:
                 "takes, and a block that is left out passes them on: disable progressive_layer_drop"
             )
         return rows
+
+
+@contextmanager
+def _evaluated(block: nn.Module) -> Iterator[None]:
+    """Inside, what ``block`` computes changes nothing that it keeps: running ranges and statistics."""
+    trains = [module for module in block.modules() if module.training]
+    for module in trains:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trains:
+            module.training = True
 
 
 def attach(engine: _Engine) -> None:

@@ -413,10 +413,11 @@ class GradientBuffer:
         return flat
 
     @_no_grad
-    def reduce(self) -> None:
-        """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing."""
+    def reduce(self, *, last: bool = False) -> None:
+        """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing, which
+        a rank that is alone does when it is the ``last`` chance before the step."""
         if not self.has_partial:
-            if self.alone:
+            if self.alone and not last:
                 return
             with self.comm_stream:
                 self._partial = self.buffer.layout.empty(self.dtype, self.buffer.device, missing=True)

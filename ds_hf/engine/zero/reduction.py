@@ -350,21 +350,24 @@ class Reducer:
 
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
-        what users wrote into ``param.grad``.
+        what users wrote into ``param.grad``. Where processes train together, a buffer without any gradient has zeros,
+        those that one process alone holds (experts) as all others.
 
         Raises:
             DsHfError: they wrote it where it was sharded by then.
         """
         self.shown = False
-        for buffer in [*self._inside, *self._tied]:
+        buffers = [*self._inside, *self._tied]
+        together = not all(buffer.alone for buffer in buffers)
+        for buffer in buffers:
             if buffer.shown and not buffer.ready:
                 buffer.take_back()
             else:
                 buffer.collect(self.factor)
                 buffer.pick_up()
                 buffer.collect()
-            if buffer.has_partial or (not buffer.has_reduced and not buffer.alone and not buffer.sleeps):
-                buffer.reduce()
+            if buffer.has_partial or (not buffer.has_reduced and together and not buffer.sleeps):
+                buffer.reduce(last=True)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,19 @@ def test_a_model_that_takes_theta_is_told(kind: type[Told]) -> None:
     assert third == (False, 0.0)
 
 
+COLLECTED: ContextVar[list[nn.Module]] = ContextVar("collected")
+
+
 class Pair(nn.Module):
-    """A block that gives hidden states and nothing, as older ones of transformers do."""
+    """A block that gives hidden states and nothing, as older ones of transformers do, and keeps running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6)
+        self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(3)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return hidden_states + torch.tanh(self.inner(hidden_states)), None
+        COLLECTED.get([]).append(self)  # as transformers collects the router logits of experts
+        return hidden_states + torch.tanh(self.norm(self.inner(hidden_states))), None
 
 
 class Pairs(nn.Module):
@@ -185,17 +190,26 @@ def pairs() -> None:
     engine, *_ = initialize(model=model, config={**settings(1), "progressive_layer_drop": section})
     for step in range(4):
         x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(step))
+        x.requires_grad_(step == 2)  # as checkpointing adapters asks for it
         plain = Pairs()
         plain.load_state_dict(weights)
         wanted, theta = x, 0.95 * math.exp(-50.0 * step) + 0.05
         shares = [1 - (index + 1) / DEPTH * (1 - theta) for index in range(DEPTH)]
         drawn = [random.Random(f"1234 {step} 1 {index}").random() for index in range(DEPTH)]
+        computed = []
         for index, layer in enumerate(plain.layers):
-            alone = index == DEPTH - 1 and not wanted.requires_grad
+            alone = index == DEPTH - 1 and not computed
             if drawn[index] < shares[index] or alone:
                 wanted = wanted + (layer(wanted)[0] - wanted) / shares[index]
+                computed.append(index)
+        engine.kept["progressive_layer_drop"].forms.clear()  # as in a run that resumes
+        COLLECTED.set([])
         found = engine(x)
+        assert COLLECTED.get() == [engine.module.layers[index] for index in computed]
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), step
+        for name, value in plain.named_buffers():  # what was left out has left nothing behind
+            torch.testing.assert_close(engine.module.get_buffer(name), value, rtol=1e-5, atol=1e-6)
+        assert computed
         engine.backward(found.square().mean())  # there is always something that trains
         engine.step()
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
