@@ -50,26 +50,27 @@ def consolidated_state_dict(
     adapters = adapter_names(engine.module)
     readable = values_of_blocks(engine.module)
     state: dict[str, Tensor] = {}
+    now = names_now(engine)  # without those that left the model
 
     def wanted(name: str, param: Tensor) -> bool:
         return not exclude_frozen_parameters or param.requires_grad or not adapters.isdisjoint(name.split("."))
 
+    def put(name: str, param: Tensor) -> None:
+        value = whole_value(engine, holders, parameter_name(engine, param, name), param)
+        if first and value is not None:
+            state[name] = readable(param, value).to("cpu", copy=True)
+
+    placed: set[int] = set()
     for buffer in flat_buffers(engine) if stages.here else ():
-        named = [(parameter_name(engine, param), param) for param in buffer.owners]
+        placed.update(map(id, buffer.owners))
+        named = [(now[id(param)], param) for param in buffer.owners if id(param) in now]
         named = [(name, param) for name, param in named if wanted(name, param)]
         with torch.no_grad(), unshard([buffer] if buffer.sharded and named else []):
             for name, param in named:
-                value = whole_value(engine, holders, name, param)
-                if first and value is not None:
-                    state[name] = readable(param, value).to("cpu", copy=True)
-    owners = [param for buffer in flat_buffers(engine) for param in buffer.owners]
-    placed = {id(param): parameter_name(engine, param) for param in owners}
-    for name, param in engine.module.named_parameters() if stages.here else ():
-        name = parameter_name(engine, param, name)
-        if id(param) not in placed and wanted(name, param):
-            value = whole_value(engine, holders, name, param)
-            if first and value is not None:
-                state[name] = readable(param, value).to("cpu", copy=True)
+                put(name, param)
+    for param in engine.module.parameters() if stages.here else ():
+        if id(param) not in placed and wanted(now[id(param)], param):
+            put(now[id(param)], param)
     for name, value in values_of(engine, stages, lambda r: r.trains or not exclude_frozen_parameters):
         state[name] = value.to("cpu", copy=True)
     if not first:
@@ -78,13 +79,9 @@ def consolidated_state_dict(
     kept = {name: value for name, value in buffers.items() if name not in holders.own}
     state.update({name: value.detach().to("cpu", copy=True) for name, value in kept.items()})
     state.update({name: child.get_extra_state() for name, child in extra_states(engine.module).items()})
-    for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
+    for alias, name in {**stages.tied, **aliases(engine, now), **tied}.items():
         if name in state:
             state[alias] = state[name]
-    now = names_now(engine)
-    for key, name in placed.items():
-        if now.get(key) != name:  # the parameter left the model, or is there under other names, which are aliases
-            state.pop(name, None)
     names = engine.module.state_dict(keep_vars=True)  # of divided layers it would tell that values are parts
     order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(names)}
     return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))

@@ -25,6 +25,7 @@ from ds_hf.engine.checkpoint.live import (
     loose_parameters,
     module_buffers,
     names_now,
+    parameter_name,
     world_of,
 )
 from ds_hf.engine.checkpoint.merging import Merging
@@ -79,7 +80,7 @@ def export_engine(
         writer = ShardedWriter(target, specs, max_shard_size, fill=fill) if first else None
 
     def put(name: str, param: Tensor) -> None:
-        write(name, whole_value(engine, holders, name, param))
+        write(name, whole_value(engine, holders, parameter_name(engine, param, name), param))
 
     def write(name: str, value: Tensor | None) -> None:
         """On rank 0; a failure waits, since the others are gathering the next unit."""
@@ -116,9 +117,10 @@ def export_engine(
 
 def _merging(engine: Checkpointable, folder: str | Path) -> Merging:
     merging = Merging(engine.module)
-    tied = next((name for name in aliases(engine) if merging.changes(name)), None)
+    further = aliases(engine, names_now(engine))
+    tied = next((name for name in further if merging.changes(name)), None)
     if tied is not None or engine.mesh.shape.pipe > 1:
-        what = "the stages of a pipeline" if tied is None else f"{tied}, which is tied to {aliases(engine)[tied]}"
+        what = "the stages of a pipeline" if tied is None else f"{tied}, which is tied to {further[tied]}"
         raise CheckpointError(
             f"writing {folder}: adapters of {what} cannot be merged in a file; engine.named_weights(merged=True) gives "
             "tied weights one by one"
@@ -132,6 +134,7 @@ def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spe
         for owner, slot, param in zip(buffer.owners, buffer.layout.slots, buffer.params, strict=True):
             if id(owner) in now:
                 kept, shape = buffer.form_of(slot)
+                shape = shape if buffer.sharded else param.shape  # it may have been resized
                 specs.append(Spec(now[id(owner)], tuple(whole_shape(param, shape)), floating(dtype, kept)))
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
         specs.append(Spec(name, tuple(whole_shape(value, value.shape)), floating(dtype, value.dtype)))

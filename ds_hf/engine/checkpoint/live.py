@@ -10,7 +10,7 @@ is saved is the one where it began.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ __all__ = [
     "Checkpointable",
     "adapter_names",
     "aliases",
+    "check_names",
     "cut_in",
     "data_position",
     "extra_states",
@@ -41,6 +42,7 @@ __all__ = [
     "is_left_out",
     "loose_parameters",
     "module_buffers",
+    "names_now",
     "names_of",
     "parameter_name",
     "random_states",
@@ -152,11 +154,31 @@ def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:
     }
 
 
-def aliases(engine: Checkpointable) -> dict[str, str]:
-    """Further names of tied parameters, each with the first name."""
+def check_names(engine: Checkpointable) -> None:
+    """Raise ``CheckpointError`` where values by name could be those that the engine has or those that the model has by
+    now: a name went to another tensor, or a parameter was resized."""
+    now: dict[str, Tensor] = {_plain(name): t for name, t in engine.module.named_parameters(remove_duplicate=False)}
+    now.update(_persistent(engine.module))
+    for buffer in flat_buffers(engine):
+        for name, slot, param in zip(names_of(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
+            if name in now and engine.param_names.get(id(now[name])) != name:
+                raise CheckpointError(
+                    f"{name} is another tensor in the model than in the engine, which goes on with that of initialize()"
+                    ": build another engine around the changed model. save_16bit_model() and export_pretrained() write "
+                    "what the model has now"
+                )
+            if not buffer.sharded and param.shape != buffer.form_of(slot)[1]:
+                raise CheckpointError(
+                    f"{name} was {list(slot.shape)} in initialize() and is {list(param.shape)} now: resize a model "
+                    "before it has an engine, or build another engine"
+                )
+
+
+def aliases(engine: Checkpointable, now: Mapping[int, str] | None = None) -> dict[str, str]:
+    """Further names of tied parameters, each with the first name, or that of ``now`` (``names_now``)."""
     found = {}
     for name, param in engine.module.named_parameters(remove_duplicate=False):
-        first = parameter_name(engine, param, name)
+        first = parameter_name(engine, param, name) if now is None else now[id(param)]
         if _plain(name) != first:
             found[_plain(name)] = first
     return found

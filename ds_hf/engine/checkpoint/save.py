@@ -31,7 +31,7 @@ from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.describe import describe
 from ds_hf.engine.checkpoint.holders import find_holders
-from ds_hf.engine.checkpoint.live import Checkpointable, world_of
+from ds_hf.engine.checkpoint.live import Checkpointable, check_names, world_of
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger, warn_once
 
@@ -76,6 +76,7 @@ def save_checkpoint(
     holders.check(engine, f"saving {target}")
     try:
         with together(axis, f"saving {target}") as meeting:
+            check_names(engine)
             part = gather_part(engine, holders, client_state, exclude_frozen_parameters)
             description = _describe(engine, tag)
             meeting.bring(part.nbytes)

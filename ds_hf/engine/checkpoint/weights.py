@@ -20,7 +20,9 @@ from ds_hf.engine.checkpoint.live import (
     flat_buffers,
     loose_parameters,
     module_buffers,
+    names_now,
     names_of,
+    parameter_name,
     world_of,
 )
 from ds_hf.engine.checkpoint.merging import Merging
@@ -166,7 +168,8 @@ def named_weights(
             "save_16bit_model() and save_checkpoint() write the whole model"
         )
     further: dict[str, list[str]] = {}
-    for alias, name in {**aliases(engine), **module_buffers(engine.module)[1]}.items():
+    now = names_now(engine)  # without those that left the model
+    for alias, name in {**aliases(engine, now), **module_buffers(engine.module)[1]}.items():
         further.setdefault(name, []).append(alias)
 
     readable = values_of_blocks(engine.module)
@@ -203,7 +206,9 @@ def named_weights(
     with unshard([buffer for buffer in held if buffer.sharded]):
         for unit in engine.units:
             for buffer in unit.buffers:
-                named = dict(zip(names_of(engine, buffer), buffer.params, strict=True))
+                left = {id(owner) for owner in buffer.owners} - now.keys()
+                stay = [param for param in buffer.params if id(param) not in left]
+                named = {now.get(id(param)) or parameter_name(engine, param): param for param in stay}
                 with unshard([buffer] if buffer.sharded else []):
                     if not buffer.sharded:
                         buffer.gather()

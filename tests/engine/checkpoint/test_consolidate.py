@@ -12,6 +12,7 @@ from safetensors.torch import load_file, load_model
 
 from ds_hf.engine.checkpoint.consolidate import clone_tensors_for_torch_save
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -92,6 +93,56 @@ def test_what_is_called_otherwise_by_now_is_saved(stage: int, tmp_path: Path) ->
     for content in (torch.load(tmp_path / "pytorch_model.bin"), exported):
         assert set(content) == set(expected) == {"0.0.weight", "0.0.bias"}
         assert all(torch.equal(content[name], value) for name, value in expected.items())
+
+
+def _another_weight(model: torch.nn.Sequential) -> None:
+    model[0].weight = torch.nn.Parameter(torch.full((4, 4), 7.0))
+
+
+def _a_buffer(model: torch.nn.Sequential) -> None:
+    del model[0].weight
+    model[0].register_buffer("weight", torch.full((4, 4), 7.0))
+
+
+def _places_changed(model: torch.nn.Sequential) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def _tied(model: torch.nn.Sequential) -> None:
+    model[1].weight = model[0].weight
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("change", [_another_weight, _a_buffer, _places_changed, _tied])
+def test_a_name_means_what_the_model_has_under_it_now(stage: int, change: Any, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with engine_of(config(stage), model) as engine:
+        change(model)
+        with GatheredParameters(model.parameters()):
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+        assert engine.save_16bit_model(tmp_path) is True
+        engine.export_pretrained(tmp_path / "export")
+        named = [(name, value.clone()) for name, value in engine.named_weights()]
+        with pytest.raises(CheckpointError, match=r"weight is another tensor in the model .* build another engine"):
+            engine.save_checkpoint(tmp_path / "checkpoint")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    if change is _tied:  # from_pretrained ties them again
+        exported["1.weight"] = exported["0.weight"]
+    assert len(named) == len(expected)
+    assert not any((tmp_path / "checkpoint").glob("global*"))
+    for content in (torch.load(tmp_path / "pytorch_model.bin"), exported, dict(named)):
+        assert set(content) == set(expected)
+        assert all(torch.equal(content[name], value) for name, value in expected.items())
+
+
+def test_what_was_resized_is_written_and_not_saved_to_go_on_from(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with engine_of(config(1), model) as engine:
+        model[0].weight.data = torch.full((6, 4), 7.0)
+        engine.export_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match=r"0.weight was \[4, 4\] in initialize\(\) and is \[6, 4\] now"):
+            engine.save_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], torch.full((6, 4), 7.0))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
