@@ -30,7 +30,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.events import Waits
-from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, tell_lost_write, wake
+from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, name_of, tell_lost_write, wake
 from ds_hf.engine.zero.gathering import Gathering
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Fragment, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
@@ -555,6 +555,11 @@ class FlatBuffer:
             moved = here  # what was kept of the old values, maybe as another parameter's, stays as it is
             self._leave_memory()
         for n, value in [(n, self.params[n].data.clone()) for n in moved]:  # of two that were swapped, both
+            if value.shape != self.views[n].shape:
+                raise DsHfError(
+                    f"{name_of(self.params[n])} was given values of shape {tuple(value.shape)} inside "
+                    "GatheredParameters: resize a model before initialize(), or build another engine around it"
+                )
             self.params[n].data = self.views[n].copy_(value)
         if source_rank is not None:
             collectives.broadcast(self._memory.tensor, self.replicas.axis, source_rank, self.labels.weights)

@@ -14,6 +14,7 @@ from ds_hf import initialize
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
+from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
 
@@ -230,3 +231,13 @@ def newcomers() -> list[list[bool]]:
 
 def test_adapters_that_come_later_have_the_names_that_trl_asks_for() -> None:
     assert run_distributed(newcomers, 2) == [[[False] * 3, [True] * 3]] * 2
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (1, 64)])  # the second would broadcast
+def test_values_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    model = layer()
+    with (
+        pytest.raises(DsHfError, match=rf"\(32, 64\) was given values of shape \({shape[0]}, 64\) inside Gathered"),
+        GatheredParameters(model.weight, modifier_rank=0),
+    ):
+        model.weight.data = torch.zeros(shape)
