@@ -196,13 +196,15 @@ def gradients(kind: str, tensor: int, stage: int) -> dict[str, Tensor]:
     return {name: before[name] - after[name] for name in before}
 
 
-@pytest.mark.parametrize(("kind", "processes", "tensor"), [("qwen3", 4, 4), ("fused", 2, 2)])
+@pytest.mark.parametrize(("kind", "processes", "tensor"), [("few, in fp64", 4, 4), ("fused", 2, 2)])
 def test_gradients_in_fp64(kind: str, processes: int, tensor: int) -> None:
     check_gradients(kind, processes, tensor, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "phi3", "mixtral", "qwen3", "gpt2", "DeepseekV2", "GraniteSWA", "Bloom"])
+@pytest.mark.parametrize(
+    "kind", ["mistral", "phi3", "mixtral", "qwen3", "few, in fp64", "gpt2", "DeepseekV2", "GraniteSWA", "Bloom"]
+)
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_gradients_of_more_models(kind: str, tensor: int) -> None:
     check_gradients(kind, 4, tensor, 3)

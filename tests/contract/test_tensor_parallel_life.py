@@ -123,9 +123,13 @@ def test_saved_cut_and_loaded_otherwise(tmp_path: Path) -> None:
     check_saved(tmp_path, "fused", (2, 3), [(2, 3), (4, 1)])
 
 
+def test_keys_that_neighbours_share_are_saved_as_any_others(tmp_path: Path) -> None:
+    check_saved(tmp_path, "few", (4, 3), [(2, 1)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", MESHES)
-@pytest.mark.parametrize("kind", ["llama", "fused"])
+@pytest.mark.parametrize("kind", ["llama", "fused", "few"])
 def test_every_mesh_loads_what_any_other_saved(kind: str, saved: tuple[int, int], tmp_path: Path) -> None:
     check_saved(tmp_path, kind, saved, list(MESHES))
 
@@ -151,9 +155,9 @@ def with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    targets = ["q_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
+    targets = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
     adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=["v_proj"])
-    model: nn.Module = get_peft_model(build("llama"), adapter)  # type: ignore[arg-type]
+    model: nn.Module = get_peft_model(build("llama", num_key_value_heads=1), adapter)  # type: ignore[arg-type]
     return model
 
 
@@ -249,18 +253,19 @@ def test_cut_experts_in_a_universal_checkpoint(tmp_path: Path) -> None:
 
 
 def other_ways(folder: str) -> dict[str, bool]:
-    """Generation, copies, checkpointing of activations, loading at stage 3, a second engine."""
+    """Generation, copies, checkpointing of activations, loading at stage 3, a second engine; both processes compute one
+    head of keys."""
     from transformers import LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    found = {}
-    reference = build("llama").eval()
+    found, one = {}, functools.partial(build, "llama", num_key_value_heads=1)
+    reference = one().eval()
     prompt = batches_of(1, 1, 1)[0, 0, 0][:, :4]
     settings: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 3}
     expected = reference.generate(prompt, do_sample=False, **settings)
     torch.manual_seed(1)
     sampled = reference.generate(prompt, do_sample=True, **settings)
-    engine = engine_of("llama", 2, 3)
+    engine = engine_of("llama", 2, 3, one())
     engine.eval()
     found["generate"] = torch.equal(engine.module.generate(prompt, do_sample=False, **settings), expected)
     torch.manual_seed(1)
@@ -271,14 +276,14 @@ def other_ways(folder: str) -> dict[str, bool]:
     logits = again.module(input_ids=prompt).logits
     found["copy"] = torch.equal(copied(input_ids=prompt).logits, logits)
     found["again"] = torch.allclose(logits, reference(input_ids=prompt).logits, atol=1e-5)
-    losses = plain(build("llama"))
-    model = build("llama")
+    losses = plain(one())
+    model = one()
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     model.train()
     trained = steps(engine_of("llama", 2, 3, model), batches_of(3, 1, 1))
     found["checkpointing"] = trained == pytest.approx(losses, rel=1e-5)
     if dist.get_rank() == 0:
-        build("llama").save_pretrained(folder)  # type: ignore[operator]
+        one().save_pretrained(folder)  # type: ignore[operator]
     dist.barrier()
     settings = config("llama", 2, 3)
     kept = HfDeepSpeedConfig(settings)
@@ -393,7 +398,7 @@ def refusals() -> dict[str, str]:
     wrong = [{"patterns": [".*qkv.weight"], "partition_type": "column", "shape": [[30, 16, 16], -1]}]
     return {
         "heads": refused("llama", build("llama", num_attention_heads=2, num_key_value_heads=2)),
-        "keys": refused("llama", build("llama", num_key_value_heads=2)),
+        "keys": refused("llama", build("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=6)),
         "mlp": refused("llama", build("llama", intermediate_size=50)),
         "vocabulary": refused("llama", build("llama", vocab_size=66)),
         "rules": refused("", Plain()),
@@ -416,7 +421,7 @@ def test_bad_input_is_refused_by_name() -> None:
     for found in run_distributed(refusals, 4, timeout=90):
         assert "num_attention_heads" in found["heads"]
         assert "use a tensor-parallel size of 2" in found["heads"]
-        assert "attention of 2 heads (num_key_value_heads), which 4 does not divide" in found["keys"]
+        assert "attention of 6 heads (num_key_value_heads), which 4 does not divide" in found["keys"]
         assert "model.layers.0.mlp.gate_proj (weight (50, 32)) are 50, which 4 does not divide" in found["mlp"]
         assert "66, which 4 does not divide" in found["vocabulary"]  # of the embedding or the head, as the plan has it
         assert "pad_to_multiple_of=4" in found["vocabulary"]

@@ -110,11 +110,17 @@ DEEPSEEK = {  # latent attention, with a dense and a sparse layer
 }
 
 
+FEW = {"few": "qwen3", "few, in fp64": "Starcoder2"}  # Qwen3 has norms of heads, and computes them in fp32
+
+
 def build(kind: str, **more: Any) -> nn.Module:
-    """A model with the same values on every process: of transformers, or ``Fused``."""
+    """A model with the same values on every process: of transformers, or ``Fused``. Kinds in ``FEW`` have two heads of
+    keys."""
     import transformers
 
     torch.manual_seed(0)
+    if kind in FEW:
+        kind, more = FEW[kind], {"num_key_value_heads": 2, **more}
     if kind == "fused":
         return Fused()
     if kind == "gpt2":

@@ -307,6 +307,19 @@ class Mesh:
                 self._axes[key] = axis_of(group_of(lists), f"{name} ({size})")
         return self._axes[frozenset({"near", str(size)})], self._axes[frozenset({"far", str(size)})]
 
+    def sharing_neighbours(self, size: int) -> Axis:
+        """The processes that share layers in groups of ``size`` neighbours: this process's group. Collective where it
+        is asked for first."""
+        axis, key = self.axis("tensor"), frozenset({"tensor", str(size)})
+        if size == axis.world_size:
+            return axis
+        if key not in self._axes:
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, tuple(axis.global_rank(rank) for rank in range(axis.world_size)))
+            lists = [[*ranks[at : at + size]] for ranks in sorted(set(every)) for at in range(0, len(ranks), size)]
+            self._axes[key] = axis_of(group_of(lists), f"tensor ({size})")
+        return self._axes[key]
+
     @property
     def sample_rank(self) -> int:
         """Which of the ``shape.data`` shares of the samples this process reads."""

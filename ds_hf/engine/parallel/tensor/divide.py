@@ -22,6 +22,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.gathered import Divided, mark_divided
+from ds_hf.engine.parallel.tensor.heads import share_heads
 from ds_hf.engine.parallel.tensor.hosts import warn_across_hosts
 from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
 from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, Style, place_of, swap_class
@@ -61,6 +62,8 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
         for division in divisions:
             _apply(division, model, mesh, axis, copied, tied, optimizer)
         _localise(model, divisions, axis)
+        _make_neighbours(mesh, divisions)
+        share_heads(model, divisions, mesh.sharing_neighbours, copied)
         _cut_relative_biases(model, mesh, optimizer)
         model.__dict__[_WHOLLY] = True
     share_random_states(axis)
@@ -84,6 +87,17 @@ def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis:
     return divisions
 
 
+def _make_neighbours(mesh: Mesh, divisions: Sequence[Slicing]) -> None:
+    """Make the groups of ``share_heads`` on all stages of a pipeline, also on one that has no attention."""
+    sizes = {division.neighbours for division in divisions if division.neighbours > 1}
+    if mesh.shape.pipe > 1:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, sizes)
+        sizes = set().union(*every)
+    for size in sorted(sizes):
+        mesh.sharing_neighbours(size)
+
+
 def divide_without_values(model: nn.Module, size: int, section: TensorParallelSection, *, tokens: bool = False) -> None:
     """Cut a model on the meta device as the first of ``size`` processes has it, for predictions: nothing is sent.
 
@@ -99,6 +113,7 @@ def divide_without_values(model: nn.Module, size: int, section: TensorParallelSe
     for division in divisions:
         _apply(division, model, None, axis, copied, tied, None)
     _localise(model, divisions, axis)
+    share_heads(model, divisions, lambda size: Axis(None, 0, size), copied)
     divide_tokens(model, axis, wanted=tokens)
 
 

@@ -7,6 +7,7 @@ function           forward                            backward
 ``copy_behind``    the tensor itself                  the same of what lies behind a place of its last dimension
 ``reduce_from``    the sum over the axis              the gradient itself
 ``gather_last``    all parts of the last dimension    this process's part
+``gather_heads``   the same                           this process's part of the sum over the axis
 ``split_last``     this process's part of it          all parts
 ``gather_tokens``  the tokens of all                  this process's tokens
 ``split_tokens``   this process's tokens              those of all
@@ -40,6 +41,7 @@ __all__ = [
     "Place",
     "copy_behind",
     "copy_to",
+    "gather_heads",
     "gather_last",
     "gather_tokens",
     "pass_on",
@@ -138,6 +140,11 @@ def gather_last(x: Tensor, place: Place) -> Tensor:
     if not torch.compiler.is_compiling():
         place.copied[0] = None
     return _apply(_Gather, x, place)
+
+
+def gather_heads(x: Tensor, place: Place) -> Tensor:
+    """``[..., n]`` of each process as ``[..., n * processes]``, with which each goes on computing something else."""
+    return _apply(_GatherHeads, x, place)
 
 
 def split_last(x: Tensor, place: Place) -> Tensor:
@@ -244,6 +251,10 @@ def _own_part(x: Tensor, place: Place) -> Tensor:
     return x.narrow(-1, place.axis.rank * length, length).contiguous()
 
 
+def _own_part_of_sum(x: Tensor, place: Place) -> Tensor:
+    return _own_part(_sum(x.clone(memory_format=torch.contiguous_format), place, place.backward), place)
+
+
 def _group(axis: Axis) -> dist.ProcessGroup:
     group = dist.group.WORLD if axis.group is None else axis.group
     assert group is not None
@@ -303,6 +314,32 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _apply(_Split, grad, ctx.place) if _makes_graph() else _own_part(grad, ctx.place), None
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _all_parts(x, place, place.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _makes_graph():
+            return _apply(_PartOfSum, grad, ctx.place), None
+        return _own_part_of_sum(grad, ctx.place), None
+
+
+class _PartOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return _own_part_of_sum(x, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _makes_graph():
+            return _apply(_GatherHeads, grad, ctx.place), None
+        return _all_parts(grad, ctx.place, ctx.place.forward), None
 
 
 class _Split(torch.autograd.Function):
@@ -388,6 +425,8 @@ SIDES: dict[type, str] = {
     _CopyBehind: "whole",
     _Reduce: "part",
     _Gather: "part",
+    _GatherHeads: "part",
+    _PartOfSum: "part",
     _Split: "whole",
     _GatherTokens: "part",
     _SplitTokens: "whole",

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
+from ds_hf.engine.parallel.tensor.heads import divide_heads
 from ds_hf.engine.parallel.tensor.partial import unplanned
 from ds_hf.engine.parallel.tensor.rules import POINTER, Rule, Rules, find_rules, sizes_of_shape, suggestion
 from ds_hf.engine.parallel.tensor.styles import FUSED, STYLES, Style, is_transposed
@@ -38,6 +39,7 @@ class Slicing:
             which is divided; all positions of the same size repeat.
         sums: names of its own parameters whose gradient is summed over the tensor axis.
         localises: its parent's attributes that count heads and widths become those that are here.
+        neighbours: so many processes compute a head of its outputs together, and all of them need it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Slicing:
     parts: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     sums: list[str] = field(default_factory=list)
     localises: bool = False
+    neighbours: int = 1
 
     def cut(self, param: str, shape: Sequence[int], rank: int, size: int) -> Cut:
         """The part of process ``rank`` of ``size`` of the parameter whose whole shape is ``shape``."""
@@ -84,7 +87,7 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         divisions = [each for each in divisions if all(each.module is not other.module for other in by_vocabulary)]
         divisions = by_vocabulary + _without_fused_heads(model, _without_tied(model, divisions))
         divisions += [Slicing(name, child, Style(), sums=own) for name, child, own in unplanned(model, divisions)]
-        faults += _odd_heads(model, divisions, size)
+        faults += divide_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
     if section.partition_config is None:
@@ -449,36 +452,3 @@ def _replaced_by(module: nn.Module) -> str:
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     written = str(getattr(vars(owner)["forward"], "__module__", ""))
     return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
-
-
-def _odd_heads(model: nn.Module, divisions: Sequence[Slicing], size: int) -> Iterator[Fault]:
-    """Attention whose heads would be cut in the middle, each kind of module once."""
-    modules, said = dict(model.named_modules()), set[str]()
-    for division in divisions:
-        parent = modules.get(division.name.removesuffix(".base_layer").rpartition(".")[0])
-        if parent is None or division.style.cuts != "out" or not _is_attention(parent):
-            continue
-        config = getattr(parent, "config", None) or getattr(model, "config", None)
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = _heads(config, key)
-            if isinstance(heads, int) and heads % size and key not in said and not division.style.gathers:
-                said.add(key)
-                message = f"{division.name} computes attention of {heads} heads ({key}), which {size} does not divide"
-                both = [_heads(config, k) or heads for k in ("num_attention_heads", "num_key_value_heads")]
-                fits = [n for n in range(2, math.gcd(*both) + 1) if math.gcd(*both) % n == 0]
-                choice = (
-                    f"use a tensor-parallel size of {' or '.join(map(str, fits))}" if fits else "remove autotp_size"
-                )
-                yield Fault(POINTER, message, choice)
-
-
-def _heads(config: Any, key: str) -> int | None:
-    try:
-        found: int | None = getattr(config, key, None)
-    except RuntimeError:  # transformers gives no single number where layers differ
-        return None
-    return found
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() or hasattr(module, "head_dim")
