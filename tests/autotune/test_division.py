@@ -60,7 +60,8 @@ def events(processes: int = 4, config: Any = None, tokens: int = LENGTH, **facts
 
 def test_sizes_that_processes_and_model_allow() -> None:
     found = sizes_of(events(8), {})
-    assert found.values == {TENSOR: (1, 2), SEQUENCE: (1, 2, 4), MICS: (-1, 2, 4), HPZ: (1, 2, 4)}  # two heads for keys
+    # four processes compute the two heads of keys by twos
+    assert found.values == {TENSOR: (1, 2, 4), SEQUENCE: (1, 2, 4), MICS: (-1, 2, 4), HPZ: (1, 2, 4)}
     two = {TENSOR: (1, 2), SEQUENCE: (1, 2), MICS: (-1, 2), HPZ: (1, 2)}
     assert sizes_of(events(8, on_host=2), {}).values == two
     assert "one process a host" in sizes_of(events(8, on_host=1), {}).why_not[TENSOR]
@@ -119,17 +120,17 @@ def space(folder: Path, file: dict[str, Any], flag: str = "--deepspeed", **optio
 
 def test_layers_are_shared_where_the_trainer_reads_the_data(tmp_path: Path) -> None:
     by_trainer = space(tmp_path, {})
-    assert {setting[TENSOR] for setting in by_trainer.settings()} == {1, 2}
+    assert {setting[TENSOR] for setting in by_trainer.settings()} == {1, 2, 4}
     assert next(iter(by_trainer.settings()))[TENSOR] == 1
     assert by_trainer.kept[SEQUENCE] == "free only when named by --tune"
     assert "free only when named" in space(tmp_path, {}, "--deepspeed_config").kept[TENSOR]
     named = space(tmp_path, {}, "--deepspeed_config", tune=(TENSOR, SEQUENCE))
     both = {(setting[TENSOR], setting[SEQUENCE]) for setting in named.settings()}
-    assert both == {(1, 1), (2, 1), (1, 2), (1, 4), (2, 2)}  # 2 x 4 are more than the processes
+    assert both == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)}  # 2 x 4 are more than the processes
     assert space(tmp_path, {"tensor_parallel": {"autotp_size": 2}}).kept[TENSOR] == "given in the file"
     assert space(tmp_path, {"tensor_parallel": {"tp": {"tp_size": 2}}}).kept[TENSOR] == "given in the file"
     tokens = {(setting[TENSOR], setting[TOKENS]) for setting in by_trainer.settings()}
-    assert tokens == {(1, False), (2, False), (2, True)}
+    assert tokens == {(1, False), (2, False), (2, True), (4, False), (4, True)}
     assert label_of({STAGE: 2, TENSOR: 2, TOKENS: True}) == "stage 2, tensor parallel 2, its tokens divided"
     assert label_of({STAGE: 2, TENSOR: 2, SEQUENCE: 4}) == "stage 2, tensor parallel 2, sequence parallel 4"
 
