@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 
+import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.optim.regrouping import regroup
@@ -300,13 +301,18 @@ class _LostWrites:
         optimizer = self._optimizer
         optimizer.store.visit(buffer, write=False)
         owned = buffer.owned(whole=optimizer.policy.whole, write=False)
-        rounded = optimizer.masters[buffer].to(dtype=owned.dtype, device=owned.device)
-        unlike = (rounded != owned) & ~(rounded.isnan() & owned.isnan())
-        if not unlike.any():
-            return None
-        start = 0 if optimizer.policy.whole else buffer.layout.shard_range(buffer.axis.rank)[0]
-        position = start + int(unlike.nonzero()[0])
-        return next((buffer.params[slot.index] for slot in buffer.layout.slots if position < slot.end), None)
+        master = optimizer.masters[buffer]
+        position = 0 if optimizer.policy.whole else buffer.layout.shard_range(buffer.axis.rank)[0]
+        # In parts: gradients are still there, and what is made here adds to the peak.
+        length = max(owned.numel() // 16, 1 << 12)
+        for part, exact in zip(torch.split(owned, length), torch.split(master, length), strict=True):
+            rounded = exact.to(dtype=part.dtype, device=part.device)
+            unlike = (rounded != part) & ~(rounded.isnan() & part.isnan())
+            if unlike.any():
+                position += int(unlike.nonzero()[0])
+                return next((buffer.params[slot.index] for slot in buffer.layout.slots if position < slot.end), None)
+            position += part.numel()
+        return None
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
