@@ -47,6 +47,7 @@ def settle_blocks(trainer: Any, steps: int, lengths: Lengths | None) -> None:
     micro, times = arguments.per_device_train_batch_size, steps * arguments.gradient_accumulation_steps
     each = ModelFlops.of(model).of_step(micro * lengths.mean, micro) / (REACHED * matrix_rate(arguments.device, dtype))
     same = lengths.least == lengths.most and not arguments.gradient_checkpointing
+    each = over_ranks(round(1e9 * each), process_group.ReduceOp.MAX) / 1e9  # a rate that is not listed was measured
     found = blocks_pay(each, times, _layers(model), same=bool(over_ranks(same, process_group.ReduceOp.MIN)))
     if found is None:
         return
