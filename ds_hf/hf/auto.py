@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +49,6 @@ CANDIDATES = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offloa
 INFERENCE = "zero3"  # the only one that transformers evaluates with when there was no training
 STATES_SHARE = 0.7  # of the free memory; the rest is for activations, logits and buffers
 ADAPTERS = 50  # they are taken for this part of a model: rank 64 of all linear layers of 7 B
-NO_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 MODEL_FLAGS = ("model_name_or_path", "config_name", "model")
 
 
@@ -83,27 +81,11 @@ def wrap_integration(module: ModuleType) -> None:
 
 def choose_at_parse_time(arguments: Any) -> None:
     """Choose now, if the command line tells which model it will be."""
-    _take_kernels(arguments)
     size = _measure_named(model_on_command_line(sys.argv[1:]))
     if size is not None and adapts(sys.argv[1:]):
         size = replace(size, trainable=size.total // ADAPTERS)
     if size is not None:
         _settle(arguments, arguments.hf_deepspeed_config, size)
-
-
-def _take_kernels(arguments: Any) -> None:
-    """Liger's norms, rotations and activations where they are installed, unless the command line speaks of them.
-
-    Its losses are left out because they return no logits, which label smoothing and many scripts read. The loss of
-    ``ds_hf.chunked_loss`` computes logits when a script reads them.
-    """
-    named = any(word.lstrip("-").replace("-", "_").startswith("use_liger_kernel") for word in sys.argv[1:])
-    if named or arguments.use_liger_kernel or not torch.cuda.is_available() or find_spec("liger_kernel") is None:
-        return
-    arguments.use_liger_kernel = True
-    arguments.liger_kernel_config = {**NO_LOSSES, **(arguments.liger_kernel_config or {})}
-    if not process_group.is_initialized() or process_group.get_rank() == 0:
-        sys.stderr.write("ds_hf: --deepspeed auto takes Liger's kernels (--use_liger_kernel false keeps the model's)\n")
 
 
 def choose(

@@ -32,6 +32,7 @@ __all__ = [
     "ActivationChoice",
     "Lengths",
     "fit",
+    "lengths_of",
     "over_ranks",
     "settle_activations",
 ]
@@ -65,17 +66,19 @@ class Lengths:
     most: int
 
 
-def settle_activations(trainer: Any) -> Lengths | None:
+def settle_activations(trainer: Any, lengths: Lengths | None, reason: str) -> bool:
     """Choose, write the choice into arguments, plugin and model, and say it on one rank.
 
+    Args:
+        lengths, reason: what ``lengths_of`` found.
+
     Returns:
-        How long samples are, if the model's activations could be looked at.
+        Whether the model's activations could be looked at, and are kept.
     """
-    arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
-    lengths, reason = _lengths(trainer.train_dataset)
     if lengths is None:
         say(f"activations are not looked at: {reason}")
-        return None
+        return False
+    arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
     micro = arguments.per_device_train_batch_size
     try:
         found = fit(
@@ -91,10 +94,10 @@ def settle_activations(trainer: Any) -> Lengths | None:
         )
     except UnpredictableError as error:
         say(f"activations are not looked at: {error}")
-        return None
+        return False
     _apply(trainer, found)
     say(_report(found, f"{micro} x {lengths.most} tokens"))
-    return lengths
+    return found.activations == KEPT
 
 
 def fit(
@@ -188,7 +191,7 @@ def _room(model: Any) -> int:
     return free_device_memory().device + over_ranks(held, process_group.ReduceOp.MIN)
 
 
-def _lengths(dataset: Any) -> tuple[Lengths | None, str]:
+def lengths_of(dataset: Any) -> tuple[Lengths | None, str]:
     """Of some hundred samples that lie evenly, over all ranks; ``None`` where one knows no length, and why."""
     found: list[int] = []
     reason = "the data set is a stream, or there is none"

@@ -49,12 +49,11 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
     if hasattr(hf_config, SECTION):
         hf_config.config["optimizer"] = hf_config.__dict__.pop(SECTION)
     if trainer.args.deepspeed == AUTO:
-        from ds_hf.hf.auto_activations import settle_activations  # it traces the model: nothing else needs that
-        from ds_hf.hf.auto_blocks import settle_blocks
+        from ds_hf.hf.auto_blocks import settle_computation  # it traces the model: nothing else needs that
 
         steps = args[1] if len(args) > 1 else kwargs["num_training_steps"]
         auto.choose_with_model(hf_config, trainer.args, trainer.model, steps)
-        settle_blocks(trainer, steps, settle_activations(trainer))
+        settle_computation(trainer, steps)
     given, given_scheduler = _given(trainer)
     level = logger.level
     optimizer, scheduler = wrapped(*args, **kwargs)

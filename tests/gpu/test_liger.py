@@ -30,7 +30,8 @@ def trained(folder: str, tied: bool, deepspeed: dict[str, Any] | None, **more: A
 
 
 def runs(folder: str, tied: bool, kernels: dict[str, bool] | None = None) -> dict[str, list[dict[str, float]]]:
-    """Without Liger and DeepSpeed, then with Liger: without DeepSpeed, at each stage, and with checkpointing.
+    """Without Liger and DeepSpeed, then with Liger: without DeepSpeed, at each stage, with checkpointing, and where the
+    file asks for compiled or captured blocks, which those with Liger's kernels are not.
 
     Liger replaces classes of transformers, for good: the run without it comes first. ``kernels`` says which are used;
     Triton's interpreter (``TRITON_INTERPRET=1``, no GPU) knows what ``fused_linear_cross_entropy`` needs.
@@ -39,6 +40,8 @@ def runs(folder: str, tied: bool, kernels: dict[str, bool] | None = None) -> dic
     found = {"plain": trained(folder, tied, None), "liger": trained(folder, tied, None, **liger)}
     for stage in range(4):
         found[f"stage {stage}"] = trained(folder, tied, config(stage), **liger)
+    for key, stage in (("compile", 0), ("capture", 2), ("compile", 3)):
+        found[f"{key}, stage {stage}"] = trained(folder, tied, config(stage, ds_hf={key: "blocks"}), **liger)
     found["checkpointing"] = trained(folder, tied, config(3), gradient_checkpointing=True, **liger)
     return found
 

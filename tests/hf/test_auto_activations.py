@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,17 +89,17 @@ def test_the_longest_sample_is_found_and_nothing_is_drawn() -> None:
     random.seed(3)
     states = torch.get_rng_state(), random.getstate()
     lengths = [65 + index if index % 2 == 0 else LENGTH for index in range(64)]
-    assert auto_activations._lengths(Samples())[0] == Lengths(65, sum(lengths) // 64, LENGTH)
+    assert auto_activations.lengths_of(Samples())[0] == Lengths(65, sum(lengths) // 64, LENGTH)
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     for nothing in (Stream(), None, [], [{"pixel_values": torch.zeros(3)}], [(torch.zeros(3),)], [{"input_ids": None}]):
-        assert auto_activations._lengths(nothing)[0] is None
+        assert auto_activations.lengths_of(nothing)[0] is None
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], np.array])
 def test_ids_of_any_kind_have_their_last_dimension_as_length(kind: Callable[[list[int]], Any]) -> None:
     samples = [{"input_ids": kind(list(range(length)))} for length in (3, 17, 5)]
-    assert auto_activations._lengths(samples)[0] == Lengths(3, 8, 17)
+    assert auto_activations.lengths_of(samples)[0] == Lengths(3, 8, 17)
 
 
 class Broken(Dataset[Any]):
@@ -119,7 +118,7 @@ class Broken(Dataset[Any]):
 def looked_at_broken() -> tuple[tuple[Lengths | None, str], bool]:
     random.seed(3)
     state = random.getstate()
-    return auto_activations._lengths(Broken()), state == random.getstate()
+    return auto_activations.lengths_of(Broken()), state == random.getstate()
 
 
 def test_a_sample_that_cannot_be_read_ends_the_look_on_all_processes() -> None:
@@ -190,21 +189,3 @@ def test_a_trainer_trains_as_without(tmp_path: Path) -> None:
         assert line.startswith(f"activations of 2 x {LENGTH} tokens are {way[-1][1]}")
     reason = "the data set is a stream, or there is none"
     assert streamed["said"] == [f"activations are not looked at: {reason}"]
-
-
-@pytest.mark.parametrize(
-    ("line", "installed", "taken"),
-    [([], True, True), ([], False, False), (["--use_liger_kernel", "False"], True, False)],
-)
-def test_kernels_of_liger(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: list[str], installed: bool, taken: bool
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", *line])
-    monkeypatch.setattr(auto, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arguments = SimpleNamespace(use_liger_kernel=False, liger_kernel_config={"rope": False})
-    auto._take_kernels(arguments)
-    assert arguments.use_liger_kernel == taken
-    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False} if taken else {}
-    assert arguments.liger_kernel_config == {"rope": False, **losses}
-    assert ("takes Liger's kernels" in capsys.readouterr().err) == taken

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ds_hf.hf import auto_blocks
 from ds_hf.hf.auto_activations import Lengths
-from ds_hf.hf.auto_blocks import LAUNCHES, LONG, blocks_pay, settle_blocks
+from ds_hf.hf.auto_blocks import LAUNCHES, LONG, blocks_pay, settle_computation
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 EQUAL, UNEQUAL = Lengths(64, 64, 64), Lengths(8, 32, 64)
@@ -35,16 +36,27 @@ def test_what_pays(seconds: float, times: int, same: bool, way: str | None) -> N
 
 
 class Trainer:
-    """What is read of a Trainer."""
+    """What is read of a Trainer. ``lengths`` of its samples, ``kept``: what is found of activations."""
 
-    def __init__(self, model: Any, **arguments: Any) -> None:
-        self.model, self.config = model, dict[str, Any]()
+    def __init__(self, model: Any, lengths: Lengths | None, kept: bool = True, **arguments: Any) -> None:
+        self.model, self.train_dataset, self.kept, self.config = model, lengths, kept, dict[str, Any]()
         plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config=self.config))
         defaults: dict[str, Any] = {
             "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "gradient_checkpointing": False,
             "torch_compile": False, "use_liger_kernel": False, "bf16": False, "fp16": False, "device": "cpu",
         }  # fmt: skip
         self.args = SimpleNamespace(deepspeed_plugin=plugin, **{**defaults, **arguments})
+
+
+def use_liger(model: Any) -> None:
+    """As Liger does with a model that is there: another ``forward`` of the norms."""
+
+    def forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("is not run")
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    for layer in model.model.layers:
+        layer.input_layernorm.forward = MethodType(forward, layer.input_layernorm)
 
 
 @pytest.fixture
@@ -58,14 +70,16 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(auto_blocks, "_has_compiler", lambda: True)
     monkeypatch.setattr(auto_blocks, "matrix_rate", lambda device, dtype: 1e6)
     monkeypatch.setattr(auto_blocks, "say", lines.append)
+    monkeypatch.setattr(auto_blocks, "settle_activations", lambda trainer, lengths, reason: trainer.kept)
+    monkeypatch.setattr(auto_blocks, "lengths_of", lambda dataset: (dataset, "of a test"))
     return lines
 
 
 def test_a_long_run_is_compiled_and_says_so(said: list[str]) -> None:
-    trainer = Trainer(LlamaForCausalLM(LlamaConfig(**SIZES)))
-    settle_blocks(trainer, 10, UNEQUAL)
+    trainer = Trainer(LlamaForCausalLM(LlamaConfig(**SIZES)), UNEQUAL)
+    settle_computation(trainer, 10)
     assert (trainer.config, said) == ({}, [])
-    settle_blocks(trainer, 100_000, UNEQUAL)
+    settle_computation(trainer, 100_000)
     assert trainer.config == {"ds_hf": {"compile": "blocks"}}
     assert "blocks are compiled, in a run of about" in said[0]
     # in 2 layers 4 matrices of 16 x 16 and 3 of 16 x 32, a head of 16 x 64, 6 operations each; attention: 12 * 2 * 16
@@ -76,12 +90,15 @@ def test_a_long_run_is_compiled_and_says_so(said: list[str]) -> None:
 
 def test_small_blocks_of_one_shape_are_captured(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_blocks, "matrix_rate", lambda device, dtype: 1e12)
-    trainer = Trainer(LlamaForCausalLM(LlamaConfig(**SIZES)))
-    settle_blocks(trainer, 10, UNEQUAL)
-    checkpointed = Trainer(trainer.model, gradient_checkpointing=True)
-    settle_blocks(checkpointed, 10, EQUAL)
-    assert (trainer.config, checkpointed.config) == ({}, {})
-    settle_blocks(trainer, 10, EQUAL)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    others = [
+        Trainer(model, UNEQUAL), Trainer(model, EQUAL, gradient_checkpointing=True), Trainer(model, EQUAL, kept=False),
+    ]  # fmt: skip
+    for other in others:
+        settle_computation(other, 10)
+        assert other.config == {}
+    trainer = Trainer(model, EQUAL)
+    settle_computation(trainer, 10)
     assert trainer.config == {"ds_hf": {"capture": "blocks"}}
 
 
@@ -103,6 +120,51 @@ def test_what_keeps_blocks_as_they_are(kept: str, said: list[str], monkeypatch: 
         model = MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2))
     elif kept == "unknown":
         model._can_compile_fullgraph = False
-    trainer = Trainer(model, torch_compile=kept == "compiled", use_liger_kernel=kept == "liger")
-    settle_blocks(trainer, 0 if kept == "no steps" else 100_000, None if kept == "no lengths" else UNEQUAL)
+    elif kept == "liger":
+        use_liger(model)
+    trainer = Trainer(model, None if kept == "no lengths" else UNEQUAL, torch_compile=kept == "compiled")
+    settle_computation(trainer, 0 if kept == "no steps" else 100_000)
     assert (trainer.config, said) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("case", "taken", "way"),
+    [
+        ("small blocks of one shape", False, {"ds_hf": {"capture": "blocks"}}),
+        ("a long run", True, {}),
+        ("no room for activations", True, {}),
+        ("another length", True, {}),
+        ("named", False, {}),
+        ("not installed", False, {}),
+        ("unknown to Liger", False, {"ds_hf": {"compile": "blocks"}}),
+    ],
+)
+def test_kernels_of_liger_are_taken_where_blocks_are_not_captured(
+    case: str, taken: bool, way: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, bool]] = []
+
+    def apply(model: Any, kernels: dict[str, bool]) -> None:
+        given.append(kernels)
+        if case != "unknown to Liger":
+            use_liger(model)
+
+    monkeypatch.setattr(auto_blocks, "find_spec", lambda name: None if case == "not installed" else True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", apply)
+    if case not in ("a long run", "unknown to Liger"):
+        monkeypatch.setattr(auto_blocks, "matrix_rate", lambda device, dtype: 1e12)
+    if case == "named":
+        monkeypatch.setattr(sys, "argv", ["train.py", "--use_liger_kernel", "False"])
+    lengths = UNEQUAL if case in ("another length", "named", "not installed") else EQUAL
+    trainer = Trainer(
+        LlamaForCausalLM(LlamaConfig(**SIZES)),
+        lengths,
+        case != "no room for activations",
+        liger_kernel_config={"rope": False},
+    )
+    settle_computation(trainer, 100_000)
+    assert trainer.config == way
+    assert any("Liger's kernels are taken" in line for line in said) == taken
+    asked = taken or case == "unknown to Liger"
+    assert given == [{"cross_entropy": False, "fused_linear_cross_entropy": False, "rope": False}] * asked

@@ -7,6 +7,7 @@ the same; torch's own would trace the hooks.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -27,6 +28,7 @@ __all__ = [
     "StandIn",
     "attach",
     "blocks_of",
+    "computes_with_liger",
     "tell_of_compilation",
     "tell_of_the_wait",
 ]
@@ -116,6 +118,13 @@ class ModuleCompiler:
             for inner in (m for m in self.hooked if m in inside):
                 self.compile(inner, *args, **options)
             return
+        if computes_with_liger(module):
+            warn_once(
+                f"{type(module).__name__} computes with Liger's kernels, and is neither compiled nor captured: torch's "
+                "compiler may take such a kernel to write into the weights that it reads. Compiled or captured blocks "
+                "gain about as much without them (use_liger_kernel=False)"
+            )
+            return
         around: Any = getattr(module.__dict__.get("forward"), "call", None)
         decides = getattr(around, "decides", False)  # outside of the graph, whether the block is computed
         if module in self._eager and options.get("backend") != EAGER and not decides:
@@ -186,6 +195,18 @@ class ModuleCompiler:
             self.captures.close()
         self.hooked.clear()
         self.compiled.clear()
+
+
+def computes_with_liger(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is a module of Liger's, runs its ``forward``, or names one of its functions."""
+    return any(_is_ligers(forward) for module in model.modules() for forward in (type(module).forward, module.forward))
+
+
+def _is_ligers(forward: Any) -> bool:
+    function = inspect.unwrap(getattr(forward, "__func__", forward))
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    used = [function, *(names.get(name) for name in code.co_names)] if code else [function]
+    return any(str(getattr(each, "__module__", "")).startswith("liger_kernel.") for each in used)
 
 
 def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -252,6 +253,38 @@ def test_where_torch_compiles_nothing_no_options_are_missed(
     with caplog.at_level(logging.WARNING, "ds_hf"):
         make(0, model).destroy()
     assert "call engine.compile(" not in caplog.text
+
+
+def rotate(x: Tensor) -> Tensor:
+    return x
+
+
+rotate.__module__ = "liger_kernel.transformers.rope"
+
+
+class Rotated(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(rotate(x), scale)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_computes_with_kernels_of_liger_runs_as_it_is(bound: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU an illegal access of memory, or an error in torch's recording."""
+    forget_said()
+    model = Model()
+    for index in range(2 if bound else 3):
+        if bound:
+            inner: nn.Module = model.blocks[index].inner  # type: ignore[assignment]
+            inner.forward = partial(nn.functional.linear, weight=inner.weight, bias=inner.bias)  # type: ignore[assignment, arg-type]
+            inner.forward.__module__ = "liger_kernel.transformers.rms_norm"  # type: ignore[attr-defined]
+        else:
+            model.blocks[index] = Rotated()
+    engine, expected = make(0, model), train(make(0, copy.deepcopy(model)))
+    engine.compile(backend=EAGER)
+    assert set(engine.compiler.compiled) == ({model.blocks[2]} if bound else set())
+    assert [text for text in caplog.messages if "computes with Liger's kernels" in text]
+    assert train(engine) == expected
+    engine.destroy()
 
 
 def test_a_run_says_what_its_first_step_waits_for(caplog: pytest.LogCaptureFixture) -> None:
