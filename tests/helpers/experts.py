@@ -30,9 +30,16 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "gemma4": {
+        "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
+        "global_head_dim": 8, "num_global_key_value_heads": 2,
+    },
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "sarvam_mla": {**_MLA, "head_dim": 16},
 }  # fmt: skip
 FEW = ("mixtral", "gpt_oss", "deepseek_v3", "aria", "qwen3_moe", "jamba")
-# Those that compute in fp32 whatever the model's dtype are muse_spark, nemotron_h and openai_privacy_filter.
+# Those that compute in fp32 whatever the model's dtype are beam, inkling2, inkling2_loop, muse_spark, nemotron_h and
+# openai_privacy_filter.
 FAMILIES = (
     *FEW,
     *[
@@ -50,6 +57,7 @@ FAMILIES = (
         "exaone_moe",
         "flex_olmo",
         "flint",
+        "gemma4",
         "glm4_moe",
         "glm4_moe_lite",
         "glm_moe_dsa",
@@ -60,9 +68,12 @@ FAMILIES = (
         "hunyuan_v1_moe",
         "hy_v3",
         "hy_v4",
+        "hy_v4_vl",
         "inkling",
+        "kimi_linear",
         "kolibri1",
         "laguna",
+        "lara_mini",
         "lfm2_moe",
         "mellum",
         "mimo_v2_flash",
@@ -78,6 +89,8 @@ FAMILIES = (
         "qwen3_next",
         "qwen3_vl_moe",
         "qwen4_exp",
+        "sarvam_mla",
+        "sarvam_moe",
         "solar_open",
         "zaya",
     ],
