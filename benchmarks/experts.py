@@ -7,6 +7,7 @@
 The engines take turns as in ``training.py``, whose loop, tokens and figures these are; the models have the shapes of
 Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep* divides experts over all processes,
 *ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers;
+*ds_hf+ep-stay* is *ds_hf+ep* with rows that stay where they are, so what it is faster by is the exchange that waits;
 *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use today,
 *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it, *transformers-ep* transformers'
 own division beside its FSDP2. *floor* is forward and backward of the bf16 model alone. ``--lora R`` trains adapters of
@@ -200,11 +201,36 @@ def few_bits(args: argparse.Namespace) -> dict[str, Any]:
     return {"post_init_quant": {"experts": {"num_bits": args.base_bits}}} if args.base_bits else {}
 
 
+DIVIDED = with_config(training.DsHf, expert_parallel=experts_section, weight_quantization=few_bits)
+
+
+class Stay(DIVIDED):  # type: ignore[misc, valid-type]
+    """The same products of as many rows, which come from no other process; the choices of experts are exchanged."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from ds_hf.engine.parallel.experts import dispatch
+
+        def stay(x: torch.Tensor, axis: Any, received: list[int], sent: list[int], what: str) -> torch.Tensor:
+            if x.shape[1] < self.width:
+                return self.before(x, axis, received, sent, what)
+            missing = sum(received) - len(x)
+            return torch.cat([x, x[:missing]]) if missing > 0 else x[: sum(received)]
+
+        self.module, self.before, self.width = dispatch, dispatch.exchange, SHAPES[args.model]["hidden_size"]
+        dispatch.exchange = stay  # type: ignore[attr-defined]
+        super().__init__(args)
+
+    def free(self) -> None:
+        self.module.exchange = self.before
+        super().free()
+
+
 LOCAL = {"expert_parallel": {"enabled": True, "autoep_size": 1}, "weight_quantization": few_bits}
 ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf": training.DsHf,
     "ds_hf+local": with_config(training.DsHf, **LOCAL),
-    "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section, weight_quantization=few_bits),
+    "ds_hf+ep": DIVIDED,
+    "ds_hf+ep-stay": Stay,
     **{
         f"ds_hf+ep{size}": with_config(training.DsHf, expert_parallel={"enabled": True, "autoep_size": size})
         for size in (2, 4, 8)

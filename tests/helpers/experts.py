@@ -31,8 +31,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "gemma4": {
-        "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
-        "global_head_dim": 8, "num_global_key_value_heads": 2,
+        "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 8, "global_head_dim": 8,
+        "vocab_size_per_layer_input": 96, "num_global_key_value_heads": 2,
     },
     "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "sarvam_mla": {**_MLA, "head_dim": 16},
