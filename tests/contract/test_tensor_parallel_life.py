@@ -22,7 +22,7 @@ from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.parallel.tensor import hosts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.inference.layers import FAMILIES
 from tests.contract.test_parity import ADAMW
 from tests.contract.test_tensor_parallel import config
@@ -161,19 +161,36 @@ def with_lora() -> nn.Module:
     return model
 
 
-def lora(stage: int) -> tuple[list[float], list[float], Any]:
-    expected = plain(with_lora())
+V_PROJ = "base_model.model.model.layers.0.self_attn.v_proj.weight"  # as PEFT calls it in files
+
+
+def lora(stage: int) -> tuple[list[float], list[float], Any, float]:
+    """Losses, shapes of what is saved, and how far logits of the merged model are from one process's."""
+    from peft import get_peft_model_state_dict
+
+    reference = with_lora()
+    expected = plain(reference)
     engine = engine_of("llama", 2, stage, with_lora())
     found = steps(engine, batches_of(3, 1, 1))
     saved = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
-    return expected, found, saved and {name: tuple(value.shape) for name, value in saved.items()}
+    far = 0.0
+    if dist.get_rank() == 0:
+        with pytest.raises(DsHfError, match=r"the part of .*q_proj.lora_B.default.weight that this process has"):
+            get_peft_model_state_dict(engine.module)
+        assert tuple(get_peft_model_state_dict(engine.module, saved)[V_PROJ].shape) == (4, 32)
+    if stage < 3:
+        prompt = batches_of(1, 1, 1)[0, 0, 0]
+        merged = [model.merge_and_unload()(input_ids=prompt).logits for model in (reference, engine.module)]  # type: ignore[operator]
+        far = float((merged[0] - merged[1]).detach().abs().max())
+    return expected, found, saved and {name: tuple(value.shape) for name, value in saved.items()}, far
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_lora_on_cut_layers(stage: int) -> None:
-    for rank, (expected, found, saved) in enumerate(run_distributed(lora, 2, stage, timeout=90)):
+    for rank, (expected, found, saved, far) in enumerate(run_distributed(lora, 2, stage, timeout=90)):
         assert found == pytest.approx(expected, rel=1e-5)
+        assert far < 1e-4
         if rank == 0:
             shapes = {name: tuple(p.shape) for name, p in with_lora().named_parameters() if p.requires_grad}
             assert saved == shapes

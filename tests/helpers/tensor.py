@@ -111,6 +111,18 @@ DEEPSEEK = {  # latent attention, with a dense and a sparse layer
 
 
 FEW = {"few": "qwen3", "few, in fp64": "Starcoder2"}  # Qwen3 has norms of heads, and computes them in fp32
+GEMMA4 = {  # two heads of keys in the first layer; one in the second, whose values they are; others' in the last two
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "attention_k_eq_v": True,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 
 
 def build(kind: str, **more: Any) -> nn.Module:
@@ -146,9 +158,10 @@ def build(kind: str, **more: Any) -> nn.Module:
         **({"num_local_experts": 4, "router_jitter_noise": 0.0} if kind == "mixtral" else {}),
         **({"attn_implementation": "eager"} if kind in ("GraniteSWA", "Bloom") else {}),
         **(DEEPSEEK if kind == "DeepseekV2" else {}),
+        **(GEMMA4 if kind == "Gemma4" else {}),
         **more,
     }
-    config = getattr(transformers, f"{name}Config")(**settings)
+    config = getattr(transformers, f"{name}{'Text' if kind == 'Gemma4' else ''}Config")(**settings)
     config._experts_implementation = "eager"  # others have no fp64
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from ds_hf.engine.parallel.tensor.functions import SIDES
+from ds_hf.engine.parallel.tensor.heads import layer_of
 from ds_hf.engine.parallel.tensor.styles import Style
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
@@ -57,7 +58,7 @@ def unplanned(model: nn.Module, divisions: Sequence[_Division]) -> list[tuple[st
                     found[id(child)] = (f"{division.name}.{key}", child, own)
         if division.style.cuts != "out" or division.style.gathers:
             continue
-        above = division.name.removesuffix(".base_layer").rpartition(".")[0]
+        above = layer_of(division.name).rpartition(".")[0]
         for key, child in modules[above].named_children():
             own = [name for name, param in child._parameters.items() if param is not None]
             learned = isinstance(child, nn.PReLU) or type(child).__module__ == "transformers.activations"

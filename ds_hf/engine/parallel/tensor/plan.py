@@ -39,7 +39,8 @@ class Slicing:
             which is divided; all positions of the same size repeat.
         sums: names of its own parameters whose gradient is summed over the tensor axis.
         localises: its parent's attributes that count heads and widths become those that are here.
-        neighbours: so many processes compute a head of its outputs together, and all of them need it.
+        neighbours: so many processes compute a head of its outputs together, and all of them need it ...
+        repeats: ... for so many queries of each, in its attention; 0 where heads are divided.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Slicing:
     sums: list[str] = field(default_factory=list)
     localises: bool = False
     neighbours: int = 1
+    repeats: int = 0
 
     def cut(self, param: str, shape: Sequence[int], rank: int, size: int) -> Cut:
         """The part of process ``rank`` of ``size`` of the parameter whose whole shape is ``shape``."""

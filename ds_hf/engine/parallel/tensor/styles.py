@@ -34,7 +34,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_hf.engine.parallel.tensor.functions import Place, copy_behind, copy_to, gather_last, reduce_from, split_last
+from ds_hf.engine.parallel.tensor.functions import (
+    Place,
+    copy_behind,
+    copy_to,
+    gather_heads,
+    gather_last,
+    reduce_from,
+    split_last,
+)
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.errors import DsHfError
 
@@ -70,10 +78,13 @@ def place_of(module: nn.Module) -> Place | None:
 
 
 class Colwise(CutModule):
-    """Computes this process's part of the outputs."""
+    """Computes this process's part of the outputs, and gathers heads that it shares with neighbours."""
+
+    _ds_heads: Place | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(copy_to(x, self._ds_place, owns_gradient=self._ds_plain), *args, **kwargs)
+        part = super().forward(copy_to(x, self._ds_place, owns_gradient=self._ds_plain), *args, **kwargs)
+        return part if self._ds_heads is None else gather_heads(part, self._ds_heads)
 
 
 class ColwiseFused(Colwise):
