@@ -1,16 +1,23 @@
 """PEFT makes adapters around weights that ``from_pretrained`` has sharded at ZeRO stage 3.
 
 LoRA's own initialisations gather what they read; other methods (DeLoRA's norms, OSF's and FRoD's decompositions, shapes
-in LoHa) read weights that are not here. So these open themselves while adapters are put in.
+in LoHa) read weights that are not here. So these open themselves while adapters are put in. And PEFT would write parts
+of adapters of layers that processes divide.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from ds_hf.engine.zero.building import opening
+from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.replicas import expert_processes
+from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
 
 __all__ = ["wrap_corda", "wrap_eva", "wrap_loading", "wrap_tokens", "wrap_tuners"]
@@ -25,6 +32,7 @@ def wrap_tuners(module: ModuleType) -> None:
 def wrap_loading(module: ModuleType) -> None:
     """Hook of ``peft.utils.save_and_load``: of an adapter from a file, ``modules_to_save`` are copies in shards."""
     wrap(module, "set_peft_model_state_dict", _with_whole_weights)
+    wrap(module, "get_peft_model_state_dict", _whole_alone)
 
 
 def wrap_tokens(module: ModuleType) -> None:
@@ -46,6 +54,24 @@ def _with_whole_weights(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ..
     model = args[0] if args else kwargs["model"]
     with opening(list(model.parameters())):
         return wrapped(*args, **kwargs)
+
+
+def _whole_alone(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An adapter of a layer that processes divide would be written in parts. What others than the first get is not
+    looked at: whole weights are given to that one alone."""
+    found = wrapped(*args, **kwargs)
+    given = dict(zip(("model", "state_dict", "adapter_name"), args, strict=False)) | kwargs
+    if given.get("state_dict") is not None or (dist.is_initialized() and dist.get_rank()):
+        return found
+    added = re.compile(rf"\.modules_to_save(?=\.)|\.{re.escape(given.get('adapter_name', 'default'))}(?=\.|$)")
+    for name, param in given["model"].named_parameters():
+        if (is_cut(param) or expert_processes(param) > 1) and added.sub("", name) in found:
+            raise DsHfError(
+                f"PEFT would write the part of {name} that this process has, as if it were the whole: call "
+                "engine._consolidated_16bit_state_dict() on all processes, or accelerator.get_state_dict(engine), and "
+                "give what the first gets as state_dict= of save_pretrained or get_peft_model_state_dict"
+            )
+    return found
 
 
 def _rows(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
