@@ -64,8 +64,8 @@ def call_nbytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     config = _text_config(model)
     rows, prompt = prompt_shape(args, kwargs)
     rows *= max(int(_setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
-    hidden = int(getattr(config, "hidden_size", 0) or getattr(config, "d_model", 0) or 0)
-    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    hidden = _first(config, "hidden_size", "d_model")
+    inner = _first(config, "intermediate_size") or 4 * hidden
     activations = rows * prompt * (8 * hidden + 3 * inner) * dtype.itemsize
     logits = 3 * 4 * rows * int(getattr(config, "vocab_size", 0) or 0)
     return cache_nbytes(config, rows, positions_of(model, args, kwargs), dtype) + activations + logits
@@ -85,8 +85,14 @@ def cache_nbytes(config: Any, rows: int, positions: int, dtype: torch.dtype) -> 
 
 
 def _first(config: Any, *names: str) -> int:
+    """The first of some numbers that the configuration has: the largest where it has one for each layer."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers gives no single number where layers differ: Gemma 4
+            value = [getattr(layer, name, None) for layer in config.per_layer_config]
+        if isinstance(value, list | tuple):
+            value = max((each for each in value if isinstance(each, int)), default=0)
         if isinstance(value, int) and value > 0:
             return value
     return 0

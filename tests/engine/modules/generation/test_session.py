@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_hf import initialize
 from ds_hf.engine.modules.generation import weights as weights_room
+from ds_hf.engine.modules.generation.footprint import cache_nbytes, call_nbytes
 from ds_hf.engine.zero.at_rest import is_ordinary
 from ds_hf.errors import ConfigError, DsHfError
 from tests.engine.modules.generation.common import (
@@ -482,3 +484,18 @@ def decodes(stages: tuple[int, ...]) -> None:
 
 def test_a_decoder_is_used_where_weights_are_whole() -> None:
     run_distributed(decodes, 2, (3,))
+
+
+def test_sizes_of_layers_that_differ_are_the_largest() -> None:
+    """Gemma 4 and Gemma 3n: heads, and widths of MLPs, of each layer."""
+    transformers = pytest.importorskip("transformers", "5.20")
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 2, "head_dim": 4}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    widest = transformers.Gemma4TextConfig(
+        **sizes, **layers, num_key_value_heads=2, num_global_key_value_heads=1, global_head_dim=16
+    )
+    assert cache_nbytes(widest, 3, 10, torch.bfloat16) == 2 * 2 * 3 * 10 * 2 * 16 * 2
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(hidden_size=32, intermediate_size=[48, 64], vocab_size=100)  # type: ignore[assignment]
+    prompt = torch.zeros(3, 5, dtype=torch.long)
+    assert call_nbytes(model, (prompt,), {}, torch.float32) == 3 * 5 * (8 * 32 + 3 * 64) * 4 + 3 * 4 * 3 * 100
