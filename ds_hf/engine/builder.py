@@ -381,11 +381,12 @@ def _set_chunks(
     """Divide the model as ``ds_hf.pipeline.chunks`` asks, if it is not; the parameters to train."""
     if chunks == 1 or chunks == model.chunks or model.num_stages == 1:
         return model_parameters
-    given = None if model_parameters is None else list(model_parameters)
-    if isinstance(optimizer, Optimizer) or (given and isinstance(given[0], dict)):
+    given = {id(each[-1] if isinstance(each, tuple) else each) for each in model_parameters or ()}
+    some = model_parameters is not None and any(p.requires_grad and id(p) not in given for p in model.parameters())
+    if isinstance(optimizer, Optimizer) or some:
         raise ConfigError(
-            f"ds_hf.pipeline.chunks is {chunks}, which gives this process other layers, and the optimizer or the "
-            f"groups were made of those that it had: make the model as PipelineModule(..., chunks={chunks}) first",
+            f"other layers come to this process than those that the optimizer, or the choice, was made of: "
+            f"make the model as PipelineModule(..., chunks={chunks}) first",
             "/ds_hf/pipeline/chunks",
         )
     model.repartition(chunks)

@@ -154,8 +154,8 @@ def _mlps(model: nn.Module) -> list[nn.Module]:
 def _is_mlp(module: nn.Module) -> bool:
     if not _CLASS.search(type(module).__name__) or any(isinstance(child, _MIXES) for child in module.modules()):
         return False
-    if any(isinstance(child, nn.ModuleList) for child in module.modules()):
-        return False  # experts
+    if any(isinstance(child, nn.ModuleList) or name.endswith("experts") for name, child in module.named_modules()):
+        return False  # which tokens go to which is looked at, and counted, for all of them
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     params = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [param for param in params if param.default is param.empty]

@@ -25,6 +25,7 @@ from ds_hf.engine.comm.together import building
 from ds_hf.engine.parallel.likeness import describe_arguments, describe_config
 from ds_hf.engine.parallel.pipeline.division import LayerDivision, divide_layers
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.parallel.pipeline.handing import hand_over, set_alike
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
 from ds_hf.engine.parallel.pipeline.topology import (
     PipeDataParallelTopology,
@@ -232,11 +233,12 @@ class StageModule(nn.Module):
                 home.add_module(name, layer)
         self._build(synchronize=False)
         now, axis = self.layer_modules(), self._grid.mesh.axis("pipe")
+        set_alike(held, now, axis)
         for index in range(self._num_layers):
             source, target = before.stage_of(index), self._division.stage_of(index)
             module = held.get(index) if self.stage_id == source else now.get(index)
             if source != target and self.stage_id in (source, target) and module is not None:
-                _hand_over(module, axis, source, target)
+                hand_over(module, axis, source, target)
         self._synchronize_tied_weights()
         return True
 
@@ -436,17 +438,6 @@ class StageModule(nn.Module):
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """More losses of the latest micro-batch, to be reported by name; to be overridden."""
         return None
-
-
-def _hand_over(module: nn.Module, axis: Axis, source: int, target: int) -> None:
-    """Bring the values of a layer from one stage to another; both call it, each with its own copy."""
-    for value in (*module.parameters(), *module.buffers()):
-        if axis.rank == source:
-            dist.send(value.detach().contiguous(), axis.global_rank(target), group=axis.group)
-        else:
-            received = torch.empty_like(value)
-            dist.recv(received, axis.global_rank(source), group=axis.group)
-            value.data.copy_(received)
 
 
 def _refuse_others(layers: Sequence[Any]) -> None:

@@ -201,6 +201,23 @@ def test_models_without_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "chunked_loss has no effect: Mixer" in caplog.text
 
 
+class MixtureMLP(nn.Module):
+    """Called as gpt-oss calls its block of experts, which has a linear layer inside once PEFT has been there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.Bilinear(4, 2, 4)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.router(hidden)
+        return self.experts(hidden, scores), scores
+
+
+def test_blocks_of_experts_are_no_mlps() -> None:
+    model = nn.Sequential(nn.ModuleList([MixtureMLP()]))
+    assert not TiledMlps(model, 2).modules
+
+
 # -- under ZeRO -----------------------------------------------------------------------------------------------------
 
 

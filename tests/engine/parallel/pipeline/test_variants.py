@@ -95,6 +95,45 @@ def test_chunks_from_the_file_are_one_process_to_the_bit(processes: int) -> None
     assert {"tied_modules.embed.weight", "1.norm.weight", "6.norm.weight"} <= set(alone["weights"])
 
 
+def set_before_it_is_divided() -> dict[str, Any]:
+    """Losses and what trains, of chunks of the file and of chunks from the start; and what is refused."""
+    found: dict[str, Any] = {}
+    chunks = {"ds_hf": {"pipeline": {"chunks": 2}}}
+    for name, options in {"file": {}, "start": {"chunks": 2}}.items():
+        module = pipeline(True, 2, depth=6, **options).double()
+        for key, param in module.named_parameters():
+            param.requires_grad_(not key.startswith(("2.", "3.", "4.", "5.")))
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO,
+            "optimizer": ADAMW,
+            **chunks,
+        }
+        engine, *_ = initialize(model=module, config=settings)
+        losses = [float(engine.train_batch(pairs(tokens))) for tokens in batches(2, MICRO)]
+        found[name] = losses, {key: (param.dtype, param.requires_grad) for key, param in module.named_parameters()}
+        engine.destroy()
+    changed = pipeline(True, 2, depth=6)
+    for block in changed.layer_modules().values():
+        block.adapter = nn.Linear(2, 2)
+    for name, asked in {
+        "adapters": {"model": changed},
+        "some": {"model": (some := pipeline(True, 2, depth=6)), "model_parameters": [*some.parameters()][1:]},
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            initialize(config=settings, **asked)
+        found[name] = str(error.value)
+    return found
+
+
+def test_layers_that_change_stages_stay_as_they_were_set() -> None:
+    for one in run_distributed(set_before_it_is_divided, 2, timeout=90):
+        assert one["file"] == one["start"]
+        assert not all(trains for _, trains in one["file"][1].values())
+        assert "have been changed since the model was made" in one["adapters"]
+        assert "make the model as PipelineModule(..., chunks=2) first" in one["some"]
+
+
 @pytest.mark.parametrize(
     ("stages", "pipelines", "more"),
     [
