@@ -19,7 +19,14 @@ import torch.distributed as dist
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of
 from ds_hf.log import logger
 
-__all__ = ["check_resumed", "compare_with_engine", "load_whole_state", "pass_over_unfinished", "unfinished"]
+__all__ = [
+    "check_resumed",
+    "compare_with_engine",
+    "keep_random_states",
+    "load_whole_state",
+    "pass_over_unfinished",
+    "unfinished",
+]
 
 STATE, SCHEDULE = "trainer_state.json", "scheduler.pt"
 
@@ -182,6 +189,20 @@ def compare_with_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwar
         _tell(f"{folder / STATE} was written after step {step}, and the engine's files after {engine.global_steps}")
     if (folder / SCHEDULE).is_file() and engine.optimizer is not None:
         _compare_rates(folder / SCHEDULE, trainer.lr_scheduler, engine.optimizer)
+    return found
+
+
+def keep_random_states(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around the Trainer's load of the engine: random states stay as they are.
+
+    A sampler without a seed of its own (``group_by_length``) draws the order of the interrupted epoch after it, from
+    the states of a run's start. The saved ones the Trainer brings back once it has passed over what was trained on.
+    """
+    from ds_hf.engine.checkpoint.live import random_states, restore_random_states
+
+    before = random_states()
+    found = wrapped(*args, **kwargs)
+    restore_random_states(before)
     return found
 
 

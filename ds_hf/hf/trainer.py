@@ -31,7 +31,7 @@ import wrapt
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
-from ds_hf.hf.resuming import check_resumed, compare_with_engine, pass_over_unfinished, unfinished
+from ds_hf.hf.resuming import check_resumed, compare_with_engine, keep_random_states, pass_over_unfinished, unfinished
 from ds_hf.hf.sampling import check_batches, sample_by_metrics
 from ds_hf.hf.token_batches import follow_schedule
 from ds_hf.log import warn_once
@@ -66,6 +66,7 @@ def wrap_trainer(module: ModuleType) -> None:
     for name, hook in hooks.items():
         wrap(module, f"Trainer.{name}", hook)
     wrap(module, "Trainer._finalize_training", _finish_saving)
+    wrap(module, "deepspeed_load_checkpoint", keep_random_states)
     wrap_loss(module)
     if not isinstance(module.get_last_checkpoint, wrapt.FunctionWrapper):  # it was imported before the hook below
         wrap_trainer_utils(module)

@@ -23,7 +23,9 @@ from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
 BACKGROUND = {"ds_hf": {"checkpoint": {"async": True}}}
 
 
-def run(folder: Path, stage: int, steps: int, stop: int, resume: bool, more: dict[str, Any]) -> list[dict[str, float]]:
+def run(
+    folder: Path, stage: int, steps: int, stop: int, resume: bool, more: dict[str, Any], **arguments: Any
+) -> list[dict[str, float]]:
     """With dropout, shuffling and a schedule: everything that a resumed run can get wrong."""
     trainer = make_trainer(
         folder,
@@ -35,6 +37,7 @@ def run(folder: Path, stage: int, steps: int, stop: int, resume: bool, more: dic
         lr_scheduler_type="cosine",
         warmup_steps=stop // 2,
         gradient_accumulation_steps=2,
+        **arguments,
     )
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / "final"))
@@ -67,6 +70,22 @@ def assert_same_bits(folder: Path, results: Any, steps: int) -> None:
 @pytest.mark.parametrize(("stage", "more"), [(2, {}), pytest.param(3, BACKGROUND, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_straight(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
     assert_same_bits(tmp_path, run_user_code(both_halves, tmp_path, stage, 20, more), 20)
+
+
+def grouped(folder: Path) -> list[list[dict[str, float]]]:
+    """Stopped inside the first epoch, whose order was drawn from the random states at its start."""
+    more = {"train_sampling_strategy": "group_by_length"}
+    straight = run(folder, 1, 4, 2, False, {}, **more)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / "checkpoint-4")
+    torch.distributed.barrier()
+    return [straight, run(folder, 1, 4, 2, True, {}, **more)]
+
+
+def test_samples_that_are_grouped_by_length_go_on_in_their_order(tmp_path: Path) -> None:
+    for straight, resumed in run_user_code(grouped, tmp_path):
+        assert resumed == straight
 
 
 @pytest.mark.slow
