@@ -23,7 +23,7 @@ from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError, DsHfError
-from ds_hf.log import logger
+from ds_hf.log import log_once, logger
 
 __all__ = ["redundancy_clean"]
 
@@ -52,7 +52,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     ``related_modules`` are removed. Quantized activations end: a format of files quantizes them anew.
 
     Args:
-        model: an engine, which is destroyed; or its module after ``engine.destroy()``; or a model without an engine.
+        model: an engine, or the module that it trains: the engine is destroyed; or a model without an engine.
         deepspeed_config: what ``init_compression`` was given; may be left out.
         mpu: must be ``None``.
 
@@ -61,7 +61,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
 
     Raises:
         ConfigError: the model was not given to ``init_compression``, or with another section.
-        DsHfError: its engine lives.
+        DsHfError: another engine, which does not compress it, trains the model.
     """
     if mpu is not None:
         raise ConfigError("redundancy_clean(mpu=...): layers that processes divide are not compressed; leave mpu out")
@@ -77,10 +77,13 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
         raise ConfigError("redundancy_clean() has another compression_training than init_compression() was given")
     root = schedule.model
     if engine is None and any(_is_trained(param) for param in module.parameters()):
-        raise DsHfError(
-            "redundancy_clean() of a model that an engine trains: give the engine, which it destroys, or call "
-            "engine.destroy() first"
-        )
+        engine = schedule.engine() if schedule.engine is not None else None
+        if engine is None:
+            raise DsHfError(
+                "redundancy_clean() of a model that an engine trains which does not compress it: call engine.destroy() "
+                "first"
+            )
+        log_once("redundancy_clean() ends the engine that trained the model, whose parameters become others")
     before = sum(logical_shape(p).numel() for name, p in root.named_parameters() if not name.endswith("_mask_scores"))
     if engine is not None:
         schedule.go_to(engine.global_steps)

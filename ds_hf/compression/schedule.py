@@ -7,6 +7,7 @@ checkpoint, has given them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,13 +96,18 @@ class CompressionSchedule:
         groups: of all methods, with their layers.
         training_steps: the step that the layers are in.
         chosen: of each mask, "layer what", the share that it keeps.
+        engine: the last one that trained the model; of no copy.
     """
 
     def __init__(self, model: nn.Module, section: CompressionTrainingSection, groups: list[Group]) -> None:
         self.model, self.section, self.groups = model, section, groups
+        self.engine: weakref.ref[CoreEngine] | None = None
         self.training_steps = 0
         self.chosen: dict[str, float] = {}
         self._left: dict[int, _Bits | float | None] = {}  # by a group's place, what its layers were brought to
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "engine": None}
 
     def layers(self, group: Group) -> Iterator[tuple[str, Compressed]]:
         """Name and layer of each in ``group``."""
@@ -255,6 +261,7 @@ class compression_scheduler(CompressionSchedule):  # noqa: N801
                 "compression_scheduler() of a model that init_compression() was not given with this section"
             )
         super().__init__(found.model, section, found.groups)
+        self.engine = found.engine
         self.compression_config = compression_config
         keep(found.model, self)
         self.go_to(0)
@@ -344,7 +351,7 @@ class _Listener(Observer):
 
 def attach(engine: CoreEngine, schedule: CompressionSchedule) -> None:
     """Let ``schedule`` follow the steps of ``engine``."""
-    listener = _Listener(engine, schedule)
+    listener, schedule.engine = _Listener(engine, schedule), weakref.ref(engine)
     engine.kept["compression"] = listener
     engine.events.add(listener)
     engine.events.step_hooks.insert(0, listener.after_step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import warn_once
 
 __all__ = ["PRUNINGS", "Group", "find_groups", "prepare_layers"]
 
@@ -178,8 +179,20 @@ def _fill(finder: _Finder, group: Group, written: Mapping[str, Any], seen: dict[
                 message = f"{name} is in the group {seen[name]!r} of {group.method} as well"
                 finder.fault(f"{group.pointer}/modules/{index}", message, "let each layer be found by one group")
         group.layers += [name for name in found if name not in group.layers]
-        for place, other in enumerate(related[index] if related else ()):
-            _relate(finder, group, found, other, f"{group.pointer}/related_modules/{index}/{place}")
+        patterns = related[index] if related else ()
+        for place, other in enumerate(patterns):
+            if not _is_of_no_norm(finder, group, other, patterns):
+                _relate(finder, group, found, other, f"{group.pointer}/related_modules/{index}/{place}")
+
+
+def _is_of_no_norm(finder: _Finder, group: Group, pattern: str, patterns: Sequence[str]) -> bool:
+    """Whether ``pattern`` names batch norms of a model that has none, as the file of DeepSpeed's example; told."""
+    finds = {each for name in finder.named for each in patterns if _searched(each, name)}
+    normed = any(isinstance(module, nn.BatchNorm2d) for module in finder.named.values())
+    if group.method != "channel_pruning" or normed or pattern in finds or not finds:
+        return False
+    warn_once(f"{group.pointer}: {pattern!r:.80} is in no module's name, and the model has no batch norms: left out")
+    return True
 
 
 def _relate(finder: _Finder, group: Group, found: list[str], pattern: str, pointer: str) -> None:

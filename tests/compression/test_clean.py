@@ -20,6 +20,7 @@ from transformers import (
 from ds_hf import initialize
 from ds_hf.compression import init_compression, redundancy_clean
 from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.schedule import compression_scheduler
 from ds_hf.errors import ConfigError, DsHfError
 from tests.compression.common import MICRO, Net, batches, config, logged, method, net, run
 from tests.helpers.distributed import run_distributed
@@ -238,14 +239,42 @@ def test_channels_are_gone_with_norms_convolutions_and_flattened_inputs(stage: i
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_that_an_engine_trains_has_to_leave_it_first() -> None:
-    file = config({"row_pruning": method({}, ["fc1"], [["fc2"]])})
+def test_norms_that_a_model_does_not_have_are_no_fault_beside_what_it_has() -> None:
+    """DeepSpeed's file for its ResNet names norms, and its script makes the model with none."""
+    model = Image()
+    model.norm = nn.Identity()  # type: ignore[assignment]
+
+    def section(related: list[str]) -> dict[str, Any]:
+        return {"channel_pruning": method({"dense_ratio": 0.5}, ["one"], [related])}
+
+    with pytest.raises(ConfigError, match="'bn1' is in no module's name"):
+        init_compression(Image(), config(section(["two", "bn1"])))
+    for related in (["too", "bn1"], ["bn1"]):
+        with pytest.raises(ConfigError, match="is in no module's name"):
+            init_compression(model, config(section(related)))
+    with logged() as lines:
+        init_compression(model, config(section(["two", "bn1"])))
+    assert any("'bn1' is in no module's name, and the model has no batch norms" in line for line in lines)
+    assert redundancy_clean(model).two.in_channels == 4
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("scheduler", [True, False])
+def test_a_model_whose_engine_lives_leaves_it(stage: int, scheduler: bool) -> None:
+    """DeepSpeed's examples clean the model and not the engine, which is a local variable of theirs."""
+    file = config({"row_pruning": method({}, ["fc1"], [["fc2"]])}, stage)
     model = init_compression(net(), file)
     engine = initialize(model=model, config=file)[0]
-    with pytest.raises(DsHfError, match=r"engine\.destroy"):
-        redundancy_clean(model, file)
-    engine.destroy()
+    data = batches(1)
+    run(engine, data)
+    with torch.no_grad():
+        expected = engine(data[0, 0]).clone()
+    if scheduler:
+        compression_scheduler(model, file)
     assert redundancy_clean(model, file).fc1.out_features == 8
+    torch.testing.assert_close(model(data[0, 0]), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(DsHfError, match="destroyed"):
+        engine.step()
 
 
 def test_another_file_or_none_before_is_refused() -> None:
