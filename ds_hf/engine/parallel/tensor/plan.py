@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
-from ds_hf.engine.parallel.tensor.heads import divide_heads
+from ds_hf.engine.parallel.tensor.heads import divide_heads, layer_of
 from ds_hf.engine.parallel.tensor.partial import unplanned
 from ds_hf.engine.parallel.tensor.rules import POINTER, Rule, Rules, find_rules, sizes_of_shape, suggestion
 from ds_hf.engine.parallel.tensor.styles import FUSED, STYLES, Style, is_transposed
@@ -84,6 +84,8 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
             )
         )
     divisions = [] if faults else [*_divisions(model, rules, size, faults)]
+    if section.partition_config is not None or section.preset_model is not None:
+        faults += _against_plan(model, rules, divisions, size)
     if not faults:
         by_vocabulary = [*_by_vocabulary(model, section, size, faults)] if section.vocab_parallel_lm_head else []
         divisions = [each for each in divisions if all(each.module is not other.module for other in by_vocabulary)]
@@ -95,6 +97,35 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
     if section.partition_config is None:
         _tell_of_whole_blocks(model, divisions)
     return divisions
+
+
+def _against_plan(model: nn.Module, rules: Rules, divisions: Sequence[Slicing], size: int) -> Iterator[Fault]:
+    """Layers whose outputs a rule cuts otherwise than the model's own plan, which knows what its forward reads
+    together: each head's query, key and value, or all queries and then all keys. Once for each rule."""
+    plan, told = find_rules(model, TensorParallelSection(), []), set[str]()
+    plan.modules = {name: rule for name, rule in plan.modules.items() if name in rules.modules}
+    plan.params = {}
+    planned = {each.name: each for each in _divisions(model, plan, size, [])}
+    for division in divisions:
+        other = planned.get(division.name)
+        ways = [each.style for each in (division, other) if each is not None]
+        if other is None or any(style.cuts != "out" or style.gathers for style in ways):
+            continue
+        (_, ours), (_, theirs) = (each.parts.get("weight", (0, ())) for each in (division, other))
+        rule = rules.modules.get(layer_of(division.name)) or rules.modules.get(division.name)
+        said = f"{POINTER}/partition_config/{rule.said}" if rule is not None else POINTER
+        if ours and theirs and ours != theirs and said not in told:
+            told.add(said)
+            yield Fault(
+                said,
+                f"the outputs of {division.name} are cut in parts of {_told(ours)}, and the plan of "
+                f"{type(model).__name__} cuts parts of {_told(theirs)}: its forward would take them for others",
+                'leave "shape" out' if len(theirs) == 1 else f'give "shape": [{list(theirs)[:8]}, -1]',
+            )
+
+
+def _told(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:4])) + (", ..." if len(sizes) > 4 else "")
 
 
 def _tell_of_whole_blocks(model: nn.Module, divisions: Sequence[Slicing]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3ForCausalLM
 
+from ds_hf.config import load_config
 from ds_hf.config.types.parallel import TensorParallelSection
 from ds_hf.engine.parallel.pipeline.holes import Skip
 from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
@@ -144,3 +145,39 @@ def test_a_plan_of_the_head_alone_is_told(
     assert ("lm_head" in {name for name, division in found.items() if division.parts}) == bool(kept)
     assert told in caplog.text
     assert ("no layer of its blocks" in caplog.text) == bool(told)
+
+
+def rules(pattern: str, shape: list[Any] | None) -> TensorParallelSection:
+    spec = {"patterns": [pattern], "partition_type": "column", **({} if shape is None else {"shape": shape})}
+    partition = {"use_default_specs": False, "layer_specs": [spec]}
+    return load_config(
+        {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2, "partition_config": partition}},
+        check_batch=False,
+    ).tensor_parallel
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "wrong", "right", "said"),
+    [
+        (GPTNeoXForCausalLM, r".*query_key_value\.weight$", [[32, 32, 32], -1], None, 'leave "shape" out'),
+        (Phi3ForCausalLM, r".*gate_up_proj\.weight$", None, [2, -1], r'"shape": \[\[64, 64\], -1\]'),
+        (LlamaForCausalLM, r".*q_proj\.weight$", [2, -1], [[32], -1], 'leave "shape" out'),
+    ],
+)
+def test_parts_that_the_models_forward_would_take_for_others_are_refused(
+    model: Any, pattern: str, wrong: list[Any] | None, right: list[Any] | None, said: str
+) -> None:
+    """DeepSpeed's example of custom patterns does so to GPT-NeoX, whose heads have query, key and value together. The
+    numbers were others, in silence."""
+    made = model(
+        model.config_class(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            vocab_size=64, pad_token_id=0,
+        )
+    )  # fmt: skip
+    if model is Phi3ForCausalLM:  # its own plan gathers what this layer gives, and says nothing of parts
+        made._tp_plan = {"model.layers.*.mlp.gate_up_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match=rf"and the plan of {model.__name__} cuts(?s:.*){said}") as caught:
+        plan_division(made, rules(pattern, wrong), 2)
+    assert [fault.pointer for fault in caught.value.faults] == ["/tensor_parallel/partition_config/layer_specs/0"]
+    assert any(division.parts for division in plan_division(made, rules(pattern, right), 2))
