@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ds_hf.deepspeed_api.sequence import parallel_state
 from ds_hf.distillation.losses import attention_loss, hidden_loss, logits_loss
 from ds_hf.distillation.recipe import PROJECTIONS, Recipe, fitting_layers, is_causal
 from ds_hf.distillation.teacher import names_of_inputs, run_teacher
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
 
 __all__ = ["Distilled", "distill"]
+
+_UNUSED = 16  # forwards whose loss nothing went back from, after which that is told
 
 
 @dataclass(eq=False)
@@ -41,6 +45,7 @@ class Distilled:
     shift: bool
     parts: dict[str, Tensor] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _unused: int = 0  # forwards since a gradient came back to a loss
 
     def remove(self) -> None:
         """Make the student what it was, without the projections; before it is written for others."""
@@ -57,6 +62,8 @@ class Distilled:
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._learns():
             return None
+        if parallel_state.is_initialized():
+            raise ConfigError("a teacher reads whole sequences, and processes divide them: distill without Ulysses")
         if kwargs.get("return_dict") is False:
             raise ValueError("distillation reads the student's outputs by name: leave return_dict out")
         if args:
@@ -73,37 +80,65 @@ class Distilled:
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         if not self._learns():
             return None
-        given = {name: value for name, value in kwargs.items() if name not in ("labels", "num_items_in_batch")}
+        given = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
         theirs = run_teacher(self.teacher, given)
         loss = self._loss(outputs, theirs, kwargs)
         outputs["loss"] = loss
+        if loss.requires_grad:
+            self._watch(loss)
+        self._tell_balance(outputs)
         return outputs
+
+    def _watch(self, loss: Tensor) -> None:
+        """Whoever trains may compute another loss of the logits, and nothing would be learned of the teacher."""
+        if self._unused == _UNUSED:
+            warn_once(
+                f"the distilled loss of {_UNUSED} forwards got no gradient: what trains computes a loss of its own "
+                "(label_smoothing_factor, compute_loss_func, ...), and nothing is learned of the teacher. Train by "
+                "outputs.loss"
+            )
+        self._unused += 1
+        loss.register_hook(self._used)  # type: ignore[no-untyped-call]
+
+    def _used(self, grad: Tensor) -> None:
+        self._unused = 0
+
+    def _tell_balance(self, outputs: Any) -> None:
+        if not self.recipe.labels and outputs.get("aux_loss") is not None:
+            warn_once(
+                "the balance of the student's experts (aux_loss) is part of its own loss, whose weight is 0: experts "
+                "are not balanced. Give labels a weight, or add the balance to outputs.loss"
+            )
 
     def _loss(self, outputs: Any, theirs: Any, kwargs: Mapping[str, Any]) -> Tensor:
         recipe, items = self.recipe, kwargs.get("num_items_in_batch")
-        rows, shifted = _masks(kwargs, self.shift)
+        shift = self.shift and not isinstance(kwargs.get("shift_labels"), Tensor)
+        rows, shifted = _masks(kwargs, shift)
         parts: dict[str, Tensor] = {}
         if recipe.logits:
             ours, logits = outputs.logits, theirs.logits
             if ours.dim() == 2:  # of whole sequences: there are no positions to leave out
                 shifted = None
-            elif self.shift:
+            elif shift:
                 ours, logits = ours[:, :-1], logits[:, :-1]
             parts["logits"] = logits_loss(
                 ours, logits, shifted, temperature=recipe.temperature, beta=recipe.beta, num_items=items
             )
+        share: Tensor | float = 1.0
+        if items is not None and isinstance(_labels(kwargs), Tensor) and not _has_token_labels(kwargs):
+            share, items = len(outputs.logits) / items, None  # items are sequences, and states are of positions
         if recipe.hidden:
             found = [
                 hidden_loss(self._projected(number, ours), other, rows, kind=recipe.hidden_kind, num_items=items)
                 for number, (ours, other) in enumerate(self._pairs(outputs, theirs, "hidden_states"))
             ]
-            parts["hidden"] = torch.stack(found).mean()
+            parts["hidden"] = torch.stack(found).mean() * share
         if recipe.attention:
             found = [
                 attention_loss(ours, other, rows, kind=recipe.attention_kind, num_items=items)
                 for ours, other in self._pairs(outputs, theirs, "attentions")
             ]
-            parts["attention"] = torch.stack(found).mean()
+            parts["attention"] = torch.stack(found).mean() * share
         if recipe.labels:
             if outputs.get("loss") is None:
                 raise ValueError("labels have a weight, and the student computed no loss of them: pass labels")
@@ -126,6 +161,11 @@ class Distilled:
         projections = self.student._modules.get(PROJECTIONS)
         if isinstance(projections, nn.ModuleList):
             layer = projections.get_submodule(str(number))
+            if not layer.get_parameter("weight").requires_grad:
+                raise ConfigError(
+                    "projections of hidden states would not train, as something has frozen them: with PEFT call "
+                    "distill() of the model that get_peft_model() gives"
+                )
             if home_of(layer.get_parameter("weight")) is None and any(
                 home_of(param) for param in self.student.parameters()
             ):
@@ -177,14 +217,27 @@ def _of(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), Distilled)
 
 
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+def _labels(kwargs: Mapping[str, Any]) -> Any:
+    shifted = kwargs.get("shift_labels")
+    return shifted if isinstance(shifted, Tensor) else kwargs.get("labels")
+
+
+def _has_token_labels(kwargs: Mapping[str, Any]) -> bool:
+    labels = _labels(kwargs)
+    return isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+
+
 def _masks(kwargs: Mapping[str, Any], shift: bool) -> tuple[Tensor | None, Tensor | None]:
     """Positions whose states count, and whose logits do: those of labels that are not ignored, or else all that are
     no padding."""
-    labels, attention = kwargs.get("labels"), kwargs.get("attention_mask")
+    attention = kwargs.get("attention_mask")
     mask = attention if isinstance(attention, Tensor) and attention.dim() == 2 else None
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():  # not of tokens
+    if not _has_token_labels(kwargs):
         return mask, mask if mask is None or not shift else mask[:, 1:]
-    counted = labels.ne(-100)
+    counted = _labels(kwargs).ne(-100)
     if not shift:
         return counted, counted
     states = torch.zeros_like(counted)

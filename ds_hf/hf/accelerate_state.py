@@ -86,9 +86,25 @@ def wrap_config(module: ModuleType) -> None:
         state[_MADE] = state.get(_MADE, 0) + bool(given["sync_gradients"])
         return result
 
+    def keep_rule(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """accelerate makes an Adam of nearly any optimizer whose states are offloaded, and the engine takes all."""
+        given = args[0] if args else kwargs["optimizer"]
+        return wrapped(given) if _is_replaced(given) else given
+
+    wrap(module, "map_pytorch_optim_to_deepspeed", keep_rule)
     wrap(module, "HfDeepSpeedConfig.__init__", read_first)
     module.DeepSpeedOptimizerWrapper.step = called  # schedules take it out of the method
     wrap(module, "DeepSpeedEngineWrapper.backward", counted)
+
+
+def _is_replaced(optimizer: Any) -> bool:
+    """Whether DeepSpeed's class for host memory has the rule of ``optimizer``; of bitsandbytes it is asked for, whose
+    own have none for it."""
+    if type(optimizer).__module__.startswith("bitsandbytes"):
+        return True
+    other = ("amsgrad", "maximize", *(["decoupled_weight_decay"] if type(optimizer) is torch.optim.Adam else []))
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and not any(group.get(key) for group in optimizer.param_groups for key in other)
 
 
 def wrap_accelerator(module: ModuleType) -> None:

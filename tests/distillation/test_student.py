@@ -11,11 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from ds_hf import initialize
 from ds_hf.distillation import Recipe, distill, spread, teacher_engine
 from ds_hf.errors import ConfigError
+from ds_hf.log import forget_said
+from tests.compression.common import logged
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 
@@ -169,6 +179,25 @@ def test_items_of_a_whole_step_count() -> None:
     shared = model(**given, num_items_in_batch=torch.tensor(4 * counted)).loss
     assert shared.item() == pytest.approx(alone.item() / 4, rel=1e-5)
     assert handle.parts["logits"].item() == shared.item()
+
+
+def test_items_of_classes_are_sequences() -> None:
+    """States are a mean over positions, with items as without."""
+    given, model = batch(1), classifier(1).train()
+    given["labels"] = torch.tensor([0, 2])
+    handle = distill(model, classifier(2).eval(), hidden=1.0)
+    model(**given)
+    alone = {name: part.item() for name, part in handle.parts.items()}
+    model(**given, num_items_in_batch=torch.tensor(8))
+    assert {name: part.item() * 4 for name, part in handle.parts.items()} == pytest.approx(alone, rel=1e-5)
+
+
+def test_labels_that_are_shifted_already_count() -> None:
+    model, given = student(), batch(1)
+    distill(model, teacher(), hidden=1.0, attention=0.5)
+    expected = model(**given).loss.item()
+    given["shift_labels"] = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
+    assert model(**given).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_student_that_does_not_learn_is_as_it_was() -> None:
@@ -341,10 +370,44 @@ def test_what_does_not_fit_is_told_before_training() -> None:
     distill(late, teacher(), hidden=1.0)
     with pytest.raises(ConfigError, match=r"call distill\(\) before initialize"):
         engine(**batch(0))
+    peft = pytest.importorskip("peft")
+    first = student()
+    distill(first, teacher(), hidden=1.0)
+    adapted = peft.get_peft_model(first, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="something has frozen them: with PEFT call distill"):
+        adapted(**batch(0))
     labels = student()
     distill(labels, teacher(), labels=1.0)
     with pytest.raises(ValueError, match="pass labels"):
         labels(input_ids=batch(0)["input_ids"])
+
+
+def test_a_loss_that_nothing_is_trained_by_is_told() -> None:
+    """As with the Trainer's label smoothing, which makes a loss of its own of the logits."""
+    model, given = student(), batch(0)
+    distill(model, teacher())
+    forget_said()
+    with logged() as lines:
+        for _ in range(20):  # several forwards for one backward are no fault
+            (model(**given).loss + model(**given).loss).backward()
+        assert not lines
+        for _ in range(17):
+            model(**given).logits.sum().backward()
+    assert "nothing is learned of the teacher" in lines[0]
+
+
+def test_a_balance_of_experts_that_is_left_out_is_told() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, output_router_logits=True, **sizes)
+    model, told = MixtralForCausalLM(config), []
+    for labels in (0.5, 0.0):
+        forget_said()
+        handle = distill(model, teacher(), labels=labels)
+        with logged() as lines:
+            model(**batch(0))
+        told.append(any("experts are not balanced" in line for line in lines))
+        handle.remove()
+    assert told == [False, True]
 
 
 def classifier(seed: int, classes: int = 3) -> Any:

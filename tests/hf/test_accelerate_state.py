@@ -8,13 +8,22 @@ import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import PartialState
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from accelerate.utils.deepspeed import HfDeepSpeedConfig, map_pytorch_optim_to_deepspeed
 from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
 
 from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
 from ds_hf.hf.source import checked_config
 from tests.helpers.distributed import run_distributed
+
+GIVEN = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {},
+    "NAdam": {},
+    "Adagrad": {},
+    "AdamW": {"amsgrad": True},
+    "Adam": {"decoupled_weight_decay": True},
+}
 
 CPU_ONLY = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 
@@ -127,3 +136,18 @@ def kept_on_this_rank(selected: int) -> list[bool]:
 def test_no_sync_asks_each_model_for_its_stage() -> None:
     """accelerate asks the selected plugin: with two models of stages 1 and 3, ``accumulate()`` was an error."""
     assert run_distributed(kept_on_this_rank, 2, 1, backend=None) == [[True, True, False, False]] * 2
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_states_in_host_memory_are_of_the_optimizer_that_was_given(name: str) -> None:
+    """accelerate makes an Adam of each of them, or fails."""
+    given = getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2))], lr=0.5, **GIVEN[name])
+    assert map_pytorch_optim_to_deepspeed(given) is given
+
+
+def test_adam_gets_the_class_for_host_memory() -> None:
+    for kind, decoupled in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
+        found = map_pytorch_optim_to_deepspeed(kind([torch.nn.Parameter(torch.ones(2))], lr=0.5, betas=(0.5, 0.6)))
+        assert type(found).__name__ == "DeepSpeedCPUAdam"
+        assert (found.param_groups[0]["betas"], found.param_groups[0]["lr"]) == ((0.5, 0.6), 0.5)
+        assert found.adam_w_mode == decoupled
