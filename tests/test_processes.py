@@ -20,6 +20,8 @@ import os, sys, time, pathlib
 pathlib.Path(os.environ["PIDS"], str(os.getpid())).touch()
 time.sleep(600)
 """
+# Tests that run under nohup hand on that SIGHUP is ignored, and a command leaves it so.
+COMMAND = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from ds_hf.cli import main; main()"
 TOOLS = ("profile", "lr-find", "autotune")
 
 
@@ -45,7 +47,7 @@ def ended_by(signum: int, words: Sequence[str], folder: Path, workers: int) -> i
     (folder / "pids").mkdir()
     (folder / "out").mkdir()
     script = [str(folder / "train.py"), "--deepspeed", str(folder / "ds.json")]
-    command = [sys.executable, "-c", "from ds_hf.cli import main; main()", *words, "-o", str(folder / "out"), *script]
+    command = [sys.executable, "-c", COMMAND, *words, "-o", str(folder / "out"), *script]
     environment = {**os.environ, "PIDS": str(folder / "pids"), "OMP_NUM_THREADS": "1"}
     with (folder / "said.txt").open("wb") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
