@@ -50,7 +50,7 @@ def by_copies(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kind", ["llama", "fused", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "fused", "gpt2", "one, in fp64"])
 def test_cut_layers(kind: str, stage: int) -> None:
     found = on_two(test_tensor_parallel.train, kind, 2, stage, 2, CLIP, dtype=FP64)
     test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")

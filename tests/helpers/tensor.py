@@ -110,7 +110,8 @@ DEEPSEEK = {  # latent attention, with a dense and a sparse layer
 }
 
 
-FEW = {"few": "qwen3", "few, in fp64": "Starcoder2"}  # Qwen3 has norms of heads, and computes them in fp32
+# Kinds of model and heads of keys; Qwen3 has norms of heads, and computes them in fp32.
+FEW = {"few": ("qwen3", 2), "few, in fp64": ("Starcoder2", 2), "one, in fp64": ("Starcoder2", 1)}
 GEMMA4 = {  # two heads of keys in the first layer; one in the second, whose values they are; others' in the last two
     "num_key_value_heads": 2,
     "num_global_key_value_heads": 1,
@@ -126,13 +127,13 @@ GEMMA4 = {  # two heads of keys in the first layer; one in the second, whose val
 
 
 def build(kind: str, **more: Any) -> nn.Module:
-    """A model with the same values on every process: of transformers, or ``Fused``. Kinds in ``FEW`` have two heads of
-    keys."""
+    """A model with the same values on every process: of transformers, or ``Fused``."""
     import transformers
 
     torch.manual_seed(0)
     if kind in FEW:
-        kind, more = FEW[kind], {"num_key_value_heads": 2, **more}
+        kind, keys = FEW[kind]
+        more = {"num_key_value_heads": keys, **more}
     if kind == "fused":
         return Fused()
     if kind == "gpt2":
