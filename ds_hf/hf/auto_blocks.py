@@ -107,7 +107,7 @@ def blocks_pay(seconds: float, times: int, layers: int, *, same: bool) -> tuple[
     if same and block < LAUNCHES:
         return (
             "capture",
-            f"blocks are captured in CUDA graphs: the GPU computes one in {1e3 * block:.2f} ms, and is not kept busy",
+            f"blocks are captured in CUDA graphs: the GPU computes one in {1e3 * block:.2g} ms, and is not kept busy",
         )
     if seconds * times > LONG:
         return (
