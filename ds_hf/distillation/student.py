@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_hf.deepspeed_api.sequence import parallel_state
+from ds_hf.deepspeed_api.sequence.division import division_of
 from ds_hf.distillation.losses import attention_loss, hidden_loss, logits_loss
 from ds_hf.distillation.recipe import PROJECTIONS, Recipe, fitting_layers, is_causal
 from ds_hf.distillation.teacher import names_of_inputs, run_teacher
@@ -62,7 +62,7 @@ class Distilled:
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self._learns():
             return None
-        if parallel_state.is_initialized():
+        if division_of(self.student) is not None:
             raise ConfigError("a teacher reads whole sequences, and processes divide them: distill without Ulysses")
         if kwargs.get("return_dict") is False:
             raise ValueError("distillation reads the student's outputs by name: leave return_dict out")

@@ -382,6 +382,28 @@ def test_what_does_not_fit_is_told_before_training() -> None:
         labels(input_ids=batch(0)["input_ids"])
 
 
+def beside_divided_sequences() -> list[str]:
+    """What a student says whose sequences are divided, and one beside it whose sequences are not."""
+    said = []
+    for size in (2, 1):
+        learner = student()
+        learner.set_attn_implementation("sdpa")
+        distill(learner, teacher())
+        engine = initialize(model=learner, config=base_config(1, sequence_parallel_size=size))[0]
+        try:
+            engine(**batch(0))
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_teacher_is_given_no_part_of_a_sequence() -> None:
+    for divided, other in run_distributed(beside_divided_sequences, 2):
+        assert "distill without Ulysses" in divided
+        assert other == ""
+
+
 def test_a_loss_that_nothing_is_trained_by_is_told() -> None:
     """As with the Trainer's label smoothing, which makes a loss of its own of the logits."""
     model, given = student(), batch(0)
