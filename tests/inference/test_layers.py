@@ -47,9 +47,9 @@ def by_policy(folder: str) -> list[Any]:
 def odd(folder: str) -> None:
     from ds_hf import init_inference
 
-    model = small_model("llama")
-    model.config.num_key_value_heads = 3
-    init_inference(model, dtype="fp32", tensor_parallel={"tp_size": 2})
+    made = small_model("llama").config
+    made.num_attention_heads, made.num_key_value_heads = 6, 3
+    init_inference(type(small_model("llama"))(made), dtype="fp32", tensor_parallel={"tp_size": 2})
 
 
 def loaded(folder: str) -> list[Any]:
