@@ -90,12 +90,12 @@ class Distilled:
         return outputs
 
     def _watch(self, loss: Tensor) -> None:
-        """Whoever trains may compute another loss of the logits, and nothing would be learned of the teacher."""
+        """Tell where the distilled loss gets no gradient: a trainer may compute its own from the logits."""
         if self._unused == _UNUSED:
             warn_once(
-                f"the distilled loss of {_UNUSED} forwards got no gradient: what trains computes a loss of its own "
-                "(label_smoothing_factor, compute_loss_func, ...), and nothing is learned of the teacher. Train by "
-                "outputs.loss"
+                f"the distilled loss of {_UNUSED} forwards got no gradient: the trainer computes a loss of its own "
+                "(label_smoothing_factor, compute_loss_func, ...), and the student learns nothing from the teacher. "
+                "Train by outputs.loss"
             )
         self._unused += 1
         loss.register_hook(self._used)  # type: ignore[no-untyped-call]

@@ -42,8 +42,8 @@ def settle_computation(trainer: Any, steps: int) -> None:
     lengths, reason = lengths_of(trainer.train_dataset)
     found = _way(trainer, steps, lengths)
     captured = found is not None and found[0] == "capture"
-    if not captured and _take_kernels(trainer):
-        found = None  # what compiling would gain they give without it
+    if not captured and over_ranks(_take_kernels(trainer), process_group.ReduceOp.MAX):
+        found = None  # what compiling would gain they give without it, also where one host has none
     kept = settle_activations(trainer, lengths, reason)
     if captured and not kept:
         _take_kernels(trainer)

@@ -415,7 +415,7 @@ def test_a_loss_that_nothing_is_trained_by_is_told() -> None:
         assert not lines
         for _ in range(17):
             model(**given).logits.sum().backward()
-    assert "nothing is learned of the teacher" in lines[0]
+    assert "learns nothing from the teacher" in lines[0]
 
 
 def test_a_balance_of_experts_that_is_left_out_is_told() -> None:

@@ -103,24 +103,24 @@ def _against_plan(model: nn.Module, rules: Rules, divisions: Sequence[Slicing], 
     """Layers whose outputs a rule cuts otherwise than the model's own plan, which knows what its forward reads
     together: each head's query, key and value, or all queries and then all keys. Once for each rule."""
     plan, told = find_rules(model, TensorParallelSection(), []), set[str]()
-    plan.modules = {name: rule for name, rule in plan.modules.items() if name in rules.modules}
-    plan.params = {}
+    plan.modules, plan.params = {name: plan.modules[name] for name in plan.modules if name in rules.modules}, {}
     planned = {each.name: each for each in _divisions(model, plan, size, [])}
     for division in divisions:
         other = planned.get(division.name)
-        ways = [each.style for each in (division, other) if each is not None]
-        if other is None or any(style.cuts != "out" or style.gathers for style in ways):
+        if other is None or any(each.style.cuts != "out" or each.style.gathers for each in (division, other)):
             continue
         (_, ours), (_, theirs) = (each.parts.get("weight", (0, ())) for each in (division, other))
         rule = rules.modules.get(layer_of(division.name)) or rules.modules.get(division.name)
-        said = f"{POINTER}/partition_config/{rule.said}" if rule is not None else POINTER
+        entry = rule.said if rule is not None else ""  # rules of a preset have none
+        said = f"{POINTER}/partition_config/{entry}" if entry else f"{POINTER}/preset_model"
         if ours and theirs and ours != theirs and said not in told:
             told.add(said)
+            fix = 'leave "shape" out' if len(theirs) == 1 else f'give "shape": [{list(theirs)[:8]}, -1]'
             yield Fault(
                 said,
                 f"the outputs of {division.name} are cut in parts of {_told(ours)}, and the plan of "
                 f"{type(model).__name__} cuts parts of {_told(theirs)}: its forward would take them for others",
-                'leave "shape" out' if len(theirs) == 1 else f'give "shape": [{list(theirs)[:8]}, -1]',
+                fix if entry else "remove it: the model's own plan divides it",
             )
 
 

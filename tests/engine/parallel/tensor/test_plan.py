@@ -181,3 +181,16 @@ def test_parts_that_the_models_forward_would_take_for_others_are_refused(
         plan_division(made, rules(pattern, wrong), 2)
     assert [fault.pointer for fault in caught.value.faults] == ["/tensor_parallel/partition_config/layer_specs/0"]
     assert any(division.parts for division in plan_division(made, rules(pattern, right), 2))
+
+
+def test_a_preset_of_another_layout_is_named() -> None:
+    made = GPTNeoXForCausalLM(
+        GPTNeoXForCausalLM.config_class(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+        )
+    )
+    made._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "packed_colwise"}
+    section = TensorParallelSection(autotp_size=2, preset_model="bloom")
+    with pytest.raises(ConfigError, match="the model's own plan divides it") as caught:
+        plan_division(made, section, 2)
+    assert [fault.pointer for fault in caught.value.faults] == ["/tensor_parallel/preset_model"]
