@@ -35,6 +35,7 @@ __all__ = ["CostModel", "StepEstimate", "Survey"]
 RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
 UNDIVIDED = 0.2  # of compute, which each of several processes of a layer does again; 1.35 B on two H100: 0.16 and 0.22
 COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/measurements.md)
+MEETING = 1.5e-4  # seconds of a collective amid compute beside its bytes: its start, and the wait for the slowest
 TRAVELS = 1.02  # activations to host memory and back, beside the computation
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 SURPRISE = 3.0  # errors between two searches: more is no chance
@@ -311,8 +312,8 @@ class CostModel:
 
     def _inside(self, setting: Setting, micro: int) -> float:
         """Seconds of a micro-batch in which processes that share samples exchange them: none is behind compute. In
-        each pass over a layer two sums of its hidden states where layers are shared; queries, keys and values there
-        and what attention gives back where sequences are."""
+        each pass over a layer two sums of its hidden states where layers are shared (a gather and a scatter each where
+        tokens are divided); queries, keys and values, and what attention gives back, where sequences are."""
         division, facts = self.division.of(setting), self.survey.facts
         config = (facts.get("model") or {}).get("config") or {}
         config = config.get("text_config") or config
@@ -325,8 +326,9 @@ class CostModel:
         moved = 4 * (tensor - 1) / tensor
         moved += 2 * (1 + (config.get("num_key_value_heads") or heads) / heads) * (sequence - 1) / sequence / tensor
         passes = 3 if self._checkpoints(setting) else 2
-        numel = layers * passes * micro * tokens / sequence * hidden
-        return float(moved * numel * ITEM_NBYTES[self._dtype] / self.bandwidth)
+        seconds = moved * micro * tokens / sequence * hidden * ITEM_NBYTES[self._dtype] / self.bandwidth
+        meetings = (4 if self._read(setting)[2] else 2) * (tensor > 1) + 4 * (sequence > 1)
+        return float(layers * passes * (seconds + meetings * MEETING))
 
     def _around(self, setting: Setting, accumulation: int, compute: float) -> float:
         """Seconds of communication in a step that are not behind ``compute`` of a micro-batch."""

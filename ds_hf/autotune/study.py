@@ -320,7 +320,7 @@ class Search:
         lr = ", with the rest kept for the learning rate" if self.options.lr else ""
         if rest == 0.0:
             return f"the budget of {whole:g} s is spent{lr}"
-        text = f"of the budget of {whole:g} s {duration(rest)} are left{lr}, and another setting takes some "
+        text = f"of the budget of {whole:g} s {duration(rest)} were left{lr}, and another setting takes some "
         return text + duration(takes) + (", beside the launches that confirm the best" if takes <= rest else "")
 
     def _launches_since_gain(self, launched: list[Record]) -> int:

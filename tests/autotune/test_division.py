@@ -15,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.cost import UNDIVIDED, CostModel, Survey
+from ds_hf.autotune.cost import MEETING, UNDIVIDED, CostModel, Survey
 from ds_hf.autotune.division import EXPERTS, HPZ, MICS, SEQUENCE, TENSOR, TOKENS, MeshDivision, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import Metric, Options
@@ -180,14 +180,18 @@ def test_what_sharing_costs() -> None:
     around = model._around(own, 1, 1.0)
     compute = plain - around
     hidden = 2 * LENGTH * 64 * 4 * 2 / 1e9  # layers x tokens x width x bytes, forward and backward
-    for sizes, exchanged in (({TENSOR: 2}, 4 * (1 / 2)), ({SEQUENCE: 2}, (2 + 2 * 2 / 4) * (1 / 2) / 2)):
+    meet = 2 * 2 * MEETING  # layers, forward and backward
+    for sizes, exchanged in (
+        ({TENSOR: 2}, 4 * (1 / 2) * hidden + 2 * meet),
+        ({SEQUENCE: 2}, (2 + 2 * 2 / 4) * (1 / 2) / 2 * hidden + 4 * meet),
+    ):
         setting = {**own, **sizes}
-        assert model._inside(setting, 1) == pytest.approx(exchanged * hidden)
+        assert model._inside(setting, 1) == pytest.approx(exchanged)
         again = 1 + UNDIVIDED if TENSOR in sizes else 1  # norms and residuals
-        each = again * compute / 2 + exchanged * hidden
+        each = again * compute / 2 + exchanged
         assert model.roofline(setting, 1, 1) == pytest.approx(each + model._around(setting, 1, each))
     divided = {**own, TENSOR: 2, TOKENS: True}  # what travels is as much
-    each = compute / 2 + 4 * (1 / 2) * hidden
+    each = compute / 2 + 4 * (1 / 2) * hidden + 4 * meet
     assert model.roofline(divided, 1, 1) == pytest.approx(each + model._around(divided, 1, each))
     assert model.states({**own, TENSOR: 2}, 1).parameters == pytest.approx(
         model.states(own, 1).parameters / 2, rel=1e-5
