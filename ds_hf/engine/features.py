@@ -111,6 +111,11 @@ FEATURES = (
         "parallel.tensor.partial:attach",
     ),
     Feature(
+        "rules of division, tried out",
+        lambda e: e.mesh.shape.tensor > 1 and not e.mesh.is_given,
+        "parallel.tensor.tried:attach",
+    ),
+    Feature(
         "settings compared over processes",
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
         "parallel.likeness:attach",

@@ -35,7 +35,9 @@ from ds_hf.errors import ConfigError
 
 _WHOLLY = "_ds_wholly_divided"  # on a model whose layers are all cut as its rules say
 
-__all__ = ["check_whole", "cut_parameter", "divide", "divide_without_values"]
+WHOLE_COUNTS = "_ds_whole_counts"  # in a module: its numbers of heads and widths, of which it has those that are here
+
+__all__ = ["WHOLE_COUNTS", "check_whole", "cut_parameter", "divide", "divide_without_values"]
 
 
 def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimizer: Any = None) -> None:
@@ -313,13 +315,14 @@ def _localise(model: nn.Module, divisions: Sequence[Slicing], axis: Axis) -> Non
         if parent is model or parent in done or isinstance(parent, nn.ModuleList | nn.Sequential):
             continue
         done.add(parent)
-        for name in _COUNTS:
-            value = vars(parent).get(name)
-            if type(value) is int and value % size == 0:
-                setattr(parent, name, value // size)
+        found = {name: value for name in _COUNTS if type(value := vars(parent).get(name)) is int and value % size == 0}
+        for name, value in found.items():
+            setattr(parent, name, value // size)
         config = vars(parent).get("config")
         if config is not None and "attention" in type(parent).__name__.lower():
             parent.config = _local_config(config, size)
+            found["config"] = config
+        parent.__dict__[WHOLE_COUNTS] = found
         if "alibi" in inspect.signature(type(parent).forward).parameters:
             swap_class(parent, AlibiPart, Place(axis, division.name, [None]))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PRESETS", "preset_specs"]
+__all__ = ["PRESETS", "preset_specs", "widths_of_heads"]
 
 Spec = Mapping[str, Any]
 
@@ -70,13 +70,13 @@ PRESETS: dict[str, list[Spec]] = {
 def preset_specs(name: str, config: Any) -> list[Spec]:
     """The rules of one preset for a model of this configuration."""
     specs = PRESETS[name]
-    sizes = _sizes(config)
+    sizes = widths_of_heads(config)
     if sizes is None:
         return list(specs)
     return [{**spec, "shape": [sizes, -1]} if spec.get("shape") == [3, -1] else spec for spec in specs]
 
 
-def _sizes(config: Any) -> list[int] | None:
+def widths_of_heads(config: Any) -> list[int] | None:
     """How wide queries, keys and values are."""
     heads = getattr(config, "num_attention_heads", None)
     if not heads:

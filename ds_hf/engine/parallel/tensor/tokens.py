@@ -56,7 +56,7 @@ from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import ConfigError, DsHfError, Fault
 from ds_hf.log import warn_once
 
-__all__ = ["POINTER", "divide_tokens"]
+__all__ = ["POINTER", "divide_tokens", "is_cache"]
 
 POINTER = "/ds_hf/tensor_sequence_parallel"
 _FIX = "remove tensor_sequence_parallel; tensor parallelism itself does not need it"
@@ -284,7 +284,7 @@ def _unfit(here: _Here, what: str) -> ConfigError:
     return ConfigError([Fault(POINTER, f"{here.place.name} {what}", _FIX)], "tensor parallelism")
 
 
-def _is_cache(value: Any, name: str = "") -> bool:
+def is_cache(value: Any, name: str = "") -> bool:
     """Of keys and values: what a block puts into it stays there, so a comparison must not."""
     return value is not None and (
         name in ("past_key_values", "past_key_value", "layer_past") or hasattr(value, "get_seq_length")
@@ -293,8 +293,8 @@ def _is_cache(value: Any, name: str = "") -> bool:
 
 def _has_past(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether it attends to keys of an earlier call, without which it would compute something else."""
-    caches = [value for value in args[1:] if _is_cache(value)]
-    caches += [value for name, value in kwargs.items() if _is_cache(value, name)]
+    caches = [value for value in args[1:] if is_cache(value)]
+    caches += [value for name, value in kwargs.items() if is_cache(value, name)]
     layers = (getattr(module, "layer_idx", None) for module in block.modules())
     layer = next((layer for layer in layers if isinstance(layer, int)), 0) if caches else 0
     return any(not hasattr(cache, "get_seq_length") or cache.get_seq_length(layer) > 0 for cache in caches)
@@ -320,10 +320,10 @@ def _compare(
     ):
         return  # they record what a block computes, and would see it twice
     hidden = gather_tokens(_input(here, args, kwargs).detach(), here.place, shape)
-    once = {key: value for key, value in kwargs.items() if not _is_cache(value, key)}
+    once = {key: value for key, value in kwargs.items() if not is_cache(value, key)}
     if "use_cache" in once:
         once["use_cache"] = False
-    args, once = _with_input(hidden, tuple(None if _is_cache(value) else value for value in args), once)
+    args, once = _with_input(hidden, tuple(None if is_cache(value) else value for value in args), once)
     expected = _output(forward(*args, **once))
     all_found = gather_tokens(found.detach(), here.place, shape)  # without the zeros that fill the last part
     far = ((all_found - expected).double().norm() / expected.double().norm()).item()
