@@ -184,8 +184,19 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
     if not isinstance(base, nn.Module):
         yield name, module, rule
         return
+    style = STYLES[rule.style]
+    if hasattr(module, "parameter_name") and (style.cuts or style.module is not None):
+        faults.append(
+            Fault(
+                POINTER,
+                f"{name} has an adapter of a parameter (PEFT's target_parameters), which is added to the whole "
+                "of it, and each process would have a part",
+                "adapt linear layers (target_modules), or experts with expert_parallel and without autotp_size",
+            )
+        )
+        return
     yield f"{name}.base_layer", base, rule
-    cuts = STYLES[rule.style].cuts
+    cuts = style.cuts
     beside = [
         child
         for child, part in module.named_children()

@@ -15,6 +15,7 @@ from ds_hf.engine.parallel.pipeline.holes import Skip
 from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
+from tests.helpers.tensor import build
 
 SECTION = TensorParallelSection(autotp_size=2)
 
@@ -194,3 +195,14 @@ def test_a_preset_of_another_layout_is_named() -> None:
     with pytest.raises(ConfigError, match="the model's own plan divides it") as caught:
         plan_division(made, section, 2)
     assert [fault.pointer for fault in caught.value.faults] == ["/tensor_parallel/preset_model"]
+
+
+def test_adapters_of_parameters_are_refused() -> None:
+    """The plan of experts found PEFT's wrapper around them: they stayed whole, and were summed all the same."""
+    import peft
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts)
+    wrapped = peft.get_peft_model(build("mixtral"), adapted)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"mlp\.experts has an adapter of a parameter(?s:.*)expert_parallel"):
+        plan_division(wrapped, TensorParallelSection(), 2)
