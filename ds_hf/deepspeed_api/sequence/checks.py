@@ -65,6 +65,11 @@ def check_model(model: Any, config: Any, core: str, processes: int) -> None:
             f"{name} counts its position_ids from the tokens that are no padding, beginning at another number than 0: "
             "each part of a sequence would begin anew. Take a model with position_ids from 0 on, or sp_size=1"
         )
+    if isinstance(model, nn.Module) and (taken := _numbers_alone(model)):
+        raise ValueError(
+            f"{taken}, so each part of a sequence would be numbered from 0 on: sequence parallelism needs a model "
+            "whose positions are those of position_ids. Take another one, or sp_size=1"
+        )
     heads = getattr(text, "num_attention_heads", None)
     if isinstance(heads, int):
         kv_heads = getattr(text, "num_key_value_heads", None)
@@ -84,6 +89,22 @@ def _counts_tokens(model: nn.Module) -> bool:
     return any(
         hasattr(sys.modules.get(type(module).__module__), name) or hasattr(module, name) for module in model.modules()
     )
+
+
+def _numbers_alone(model: nn.Module) -> str:
+    """What of transformers' model numbers the tokens that it sees, whatever ``position_ids`` are; "" for nothing."""
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if models and not any("position_ids" in inspect.signature(each.forward).parameters for each in models):
+        return f"{type(models[0]).__name__} takes no position_ids"
+    for module in model.modules():
+        names = getattr(inspect.unwrap(type(module).forward), "__code__", check_model.__code__).co_names
+        if "ALL_ATTENTION_FUNCTIONS" not in names or "arange" not in names:
+            continue
+        if getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False):  # of Llama 4
+            return f"{type(module).__name__} counts tokens by itself"
+    return ""
 
 
 def counts_mask(model: nn.Module) -> bool:

@@ -6,6 +6,9 @@ these functions are given what they would be given without sequence parallelism:
 forward, and the number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the
 core. DeepSpeed drops masks instead, and documents then attend to each other.
 
+Rotary embeddings whose frequencies follow the length (``dynamic``, ``longrope``) take it for the largest position that
+they are given, so they are given that of the whole.
+
 The balance of experts is a product of two means over all tokens, so it, too, is taken of the whole: from the routers'
 logits of all parts.
 """
@@ -26,7 +29,7 @@ from ds_hf.engine.parallel.sequence.losses import gather
 from ds_hf.inference.static import CACHE_NAMES, given_cache
 from ds_hf.log import warn_once
 
-__all__ = ["use_whole_masks"]
+__all__ = ["use_whole_lengths", "use_whole_masks"]
 
 _FUNCTIONS = (
     "create_causal_mask",
@@ -79,6 +82,40 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(make, _DONE, True)
     return make
+
+
+def use_whole_lengths(model: nn.Module) -> list[Any]:
+    """Have rotary embeddings of ``model`` whose frequencies follow the length see that of the whole.
+
+    Returns:
+        handles of the hooks.
+    """
+    hooks: list[Any] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", "")
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if kinds & {"dynamic", "longrope"}:
+            hooks.append(module.register_forward_pre_hook(_with_last_position, with_kwargs=True))
+            hooks.append(module.register_forward_hook(_without_last_position, with_kwargs=True))
+    return hooks
+
+
+def _with_last_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One position more, the largest of the whole sequence: ``[..., tokens + 1]``."""
+    division = forward_now()
+    if division is None or not division.active:
+        return None
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    local = given["position_ids"]
+    last = division.whole(local, "position_ids").amax(-1, keepdim=True)
+    return (), {**given, "position_ids": torch.cat([local, last], -1)}
+
+
+def _without_last_position(module: nn.Module, args: Any, kwargs: dict[str, Any], angles: Any) -> Any:
+    division = forward_now()
+    if division is None or not division.active:
+        return None
+    return tuple(each[..., :-1, :] for each in angles) if isinstance(angles, tuple) else angles[..., :-1, :]
 
 
 def _balance_of_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:

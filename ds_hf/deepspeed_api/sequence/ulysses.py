@@ -33,7 +33,7 @@ from ds_hf.deepspeed_api.sequence.division import (
     keep,
 )
 from ds_hf.deepspeed_api.sequence.layer import DistributedAttention
-from ds_hf.deepspeed_api.sequence.masks import use_whole_masks
+from ds_hf.deepspeed_api.sequence.masks import use_whole_lengths, use_whole_masks
 from ds_hf.engine.comm.mesh import Axis, axis_of
 from ds_hf.engine.parallel.sequence.heads import plan_heads
 from ds_hf.engine.parallel.sequence.losses import gather_whole
@@ -251,6 +251,7 @@ def divide(model: nn.Module, division: SequenceDivision) -> None:
         if isinstance(module, PreTrainedModel):  # any of them may be called, and make masks
             division.hooks.append(module.register_forward_pre_hook(forward_begins))
             division.hooks.append(module.register_forward_hook(forward_ends, always_call=True))
+    division.hooks += use_whole_lengths(model)
     division.hooks.append(model.register_forward_pre_hook(_before, with_kwargs=True))
     division.hooks.append(model.register_forward_hook(_after))
     division.hooks.append(model.register_forward_hook(_parts_end, always_call=True))

@@ -389,7 +389,8 @@ for _name in {*_CASTS, "cpu", "cuda"} - {"detach"}:
 
 class Noticed(Released):
     """As ``Released``; functions of torch are noticed, too, for which every access to an attribute takes longer: so
-    one parameter of a buffer rests as this, in turns."""
+    all parameters of a buffer rest as this at first, later one, in turns. For what computes with other tensors as well,
+    and is no look at the values, an engine whose model is being called may gather them."""
 
     @classmethod
     def __torch_function__(
@@ -397,8 +398,14 @@ class Noticed(Released):
     ) -> Any:
         if _reads(func):
             name = func.__name__  # "_foreach_mul_" writes, "__mul__" does not
-            tell = _tell_write if name.endswith("_") and not name.endswith("__") else _tell_read
-            tell(tensors_of(Noticed, (args, kwargs))[0], f"`{name}()`")
+            param, given = tensors_of(Noticed, (args, kwargs))[0], tensors_of(Tensor, (args, kwargs))
+            if name.endswith("_") and not name.endswith("__"):
+                _tell_write(param, f"`{name}()`")
+            else:
+                for hooks in param._ds_home.buffer.users if any(not isinstance(t, AtRest) for t in given) else ():
+                    hooks.on_use(param)
+                if isinstance(param, AtRest):
+                    _tell_read(param, f"`{name}()`")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -457,9 +457,10 @@ class FlatBuffer:
                 for param, value in zip(self.params, values, strict=True):
                     param.data = value
                     param.__class__ = resting
-                self.hold.turns += 1
-                if resting.noticed is not None and self.hold.turns % NOTICED_EVERY < 4:
-                    self.params[0].__class__ = resting.noticed
+                turn = self.hold.turns = self.hold.turns + 1
+                if resting.noticed is not None and turn % NOTICED_EVERY < 4:
+                    for param in self.params if turn < 4 else self.params[:1]:
+                        param.__class__ = resting.noticed
             return
         for param, value in zip(self.params, values, strict=True):
             if not gone or id(param) not in gone:

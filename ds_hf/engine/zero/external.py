@@ -7,7 +7,8 @@ the parameter's unit for the module's forward and backward.
 ``watch`` finds out by itself: ``hidden @ self.lm_head.weight.t()``, as fused losses do. A leaf of the model that is a
 unit by itself tells the hooks when one of its parameters is read by name while none of its calls is open; they gather
 the unit until the model's call is over. Parameters inside blocks are read too often: a ``__getitem__`` in Python costs
-the host as much as half a view. Blocks have to be called, or registered as external.
+the host as much as half a view. A block is watched from the first function of torch on that gets one of its parameters
+at rest (``at_rest.Noticed``): its ``forward`` was called, or a module in it, and not the block.
 
 What is computed of parameters between calls of the model, as a penalty on weights, sees nothing: ``check_graph`` and
 ``explain_empty`` say so where a graph shows it.
@@ -113,33 +114,41 @@ class _Watched(dict[str, nn.Parameter | None]):
         return (dict, (dict(self),)) if self.read is None else self.restored().__reduce__()  # type: ignore[return-value]
 
 
-def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None]) -> bool:
-    """Have ``on_read`` called when a parameter of ``unit.module``, of any shape and dtype, is read by name while no
-    call of ``unit`` is open.
+def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None], *, blocks: bool = False) -> bool:
+    """Have ``on_read`` called when a parameter of ``unit``, of any shape and dtype, is read by name while no call of
+    ``unit`` is open.
 
     Code that is being compiled breaks its graph there: what the reader gathers is no part of a graph.
 
+    Args:
+        blocks: also of a unit that has modules inside.
+
     Returns:
-        whether the unit is watched: it is sharded, and a module without children.
+        whether the unit is watched: it is sharded, and a module without children or one of ``blocks``.
     """
-    module = unit.module
-    if not unit.name or not unit.sharded or any(True for _ in module.children()):
+    if not unit.name or not unit.sharded or (not blocks and any(True for _ in unit.module.children())):
         return False
     eagerly: Callable[[Callable[..., None]], Any] = torch.compiler.disable
-    if not isinstance(module._parameters, _Watched):
-        module.__dict__["_parameters"] = _Watched(module._parameters)
-    module._parameters.told[unit] = eagerly(on_read)  # type: ignore[attr-defined]
+    for module in _holders(unit):
+        if not isinstance(module._parameters, _Watched):
+            module.__dict__["_parameters"] = _Watched(module._parameters)
+        module._parameters.told[unit] = eagerly(on_read)  # type: ignore[attr-defined]
     return True
 
 
 def unwatch(unit: Unit) -> None:
-    """Undo ``watch``. With the last unit the module gets an ordinary ``_parameters`` again, unless it was replaced by
+    """Undo ``watch``. With the last unit a module gets an ordinary ``_parameters`` again, unless it was replaced by
     something else."""
-    module = unit.module
-    if isinstance(watched := module._parameters, _Watched):
-        watched.told.pop(unit, None)
-        if not watched.told:
-            module.__dict__["_parameters"] = watched.restored()
+    for module in _holders(unit):
+        if isinstance(watched := module._parameters, _Watched):
+            watched.told.pop(unit, None)
+            if not watched.told:
+                module.__dict__["_parameters"] = watched.restored()
+
+
+def _holders(unit: Unit) -> list[nn.Module]:
+    """The modules of ``unit`` that have parameters of their own."""
+    return [inner for module in unit.modules for inner in module.modules() if inner._parameters]
 
 
 # -- names under which other libraries look ----------------------------------------------------------------------------

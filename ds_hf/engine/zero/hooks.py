@@ -42,6 +42,7 @@ from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit, UnitCall, in_backward, on_gradient, tensors_in
 from ds_hf.errors import DsHfError
+from ds_hf.log import log_once
 
 __all__ = ["Hook", "UnitHooks"]
 
@@ -532,6 +533,14 @@ class UnitHooks:
             if self._last is not None and not used:
                 call.ends_before(self._last)
             self._guests.append(unit)
+
+    def on_use(self, param: Tensor) -> None:
+        """A function of torch gets ``param`` at rest: something inside a block is called, and not the block."""
+        unit = self.unit_of.get(id(param))
+        if unit is not None and (self._open or in_backward()) and watch(unit, self._on_read, blocks=True):
+            self._watched.append(unit)
+            self._on_read(unit, param)
+            log_once(f"{unit.name} is used and not called: at stage 3 it is gathered until the model's call is over")
 
     def _close(self, output: Any) -> None:
         """The model's call is over, and with it the calls of its guests."""

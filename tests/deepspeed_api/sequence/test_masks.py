@@ -60,7 +60,16 @@ def plain() -> dict[str, Tensor]:
 
 
 GEMMA = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 CASES = {
+    "frequencies by the length": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}, plain()),
+    "factors by the length": (
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 16, "pad_token_id": 0, "eos_token_id": 2},
+        plain(),
+    ),
     "plain": ("Llama", {}, plain()),
     "left": ("Llama", {}, padded(left=True)),
     "right": ("Llama", {}, padded(left=False)),
@@ -80,10 +89,10 @@ def difference(name: str) -> float:
     """Of this process's logits from the undivided model's; both in fp32."""
     kind, more, batch = CASES[name]
     net = model(kind, **more)
-    whole = net(**batch).logits
     undivided: Any = type(net)
     undivided = undivided(net.config)  # of the very same configuration
     undivided.load_state_dict(net.state_dict())
+    whole = undivided(**batch).logits
     axis = axis_of(None, "sequence")
     divide(net, SequenceDivision("sdpa", axis))
     length = TOKENS // axis.world_size

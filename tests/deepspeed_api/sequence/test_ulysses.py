@@ -14,7 +14,17 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaModel
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hf import initialize
@@ -159,8 +169,14 @@ def refusals() -> dict[str, str]:
     eager = Wrapper(model(attn_implementation="eager").config)
     small: Any = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     roberta = RobertaModel(RobertaConfig(vocab_size=8, attn_implementation="sdpa", **small))
+    bart = BartForCausalLM(
+        BartConfig(vocab_size=8, d_model=8, decoder_layers=1, decoder_attention_heads=2, attn_implementation="sdpa")
+    )
+    llama4 = Llama4TextConfig(vocab_size=8, no_rope_layers=[0], attn_implementation="sdpa", **small)
     cases: dict[str, dict[str, Any]] = {
         "positions": {"model_name_or_path": roberta},
+        "no positions": {"model_name_or_path": bart},
+        "own positions": {"model_name_or_path": Llama4ForCausalLM(llama4)},
         "mismatch": {"model_name_or_path": Wrapper(model().config), "core_attn_implementation": "flash_attention_2"},
         "eager": {"model_name_or_path": eager, "core_attn_implementation": "eager"},
         "heads": {"model_name_or_path": model(num_attention_heads=1, num_key_value_heads=1)},
@@ -186,6 +202,8 @@ def test_what_is_refused_before_training() -> None:
         assert "seq_length=7 isn't divisible by sp-size=2" in said["length"]
         assert "give seq_length, or seq_length_is_variable=True" in said["no length"]
         assert "RobertaModel counts its position_ids from the tokens" in said["positions"]
+        assert "BartForCausalLM takes no position_ids, so each part" in said["no positions"]
+        assert "Llama4TextAttention counts tokens by itself" in said["own positions"]
         assert "sequences are divided over 2 processes here, and are asked to be over 3" in said["size"]
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,12 +78,26 @@ class Reader(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointing else block(hidden)
+            through = getattr(self, f"through_{self.way}", block)
+            through = through if through is block else partial(through, block)
+            hidden = checkpoint(through, hidden, use_reentrant=False) if self.checkpointing else through(hidden)
         loss: Tensor = getattr(self, self.way)(self.norm(hidden).flatten(0, 1), tokens.flatten())
         return loss
 
+    def through_past(self, block: Block, hidden: Tensor) -> Tensor:
+        """As SqueezeBERT calls its layers, which no hook sees."""
+        return block.forward(hidden)
+
+    def through_inside(self, block: Block, hidden: Tensor) -> Tensor:
+        """Some of what is inside, the last parameter first, and then the block."""
+        hidden = hidden + 0.1 * F.linear(block.up(hidden), block.down.weight)
+        result: Tensor = block(hidden) if block is self.blocks[1] else hidden
+        return result
+
     def called(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden), labels)
+
+    past = inside = called
 
     def product(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ self.head.weight.t(), labels)
@@ -141,6 +156,7 @@ class LateProduct(torch.autograd.Function):
 
 WAYS = (
     "product", "gathered", "fused", "several", "chunks", "chunks_reentrant", "input_weight", "penalty", "in_backward",
+    "past", "inside",
 )  # fmt: skip
 KINDS = {
     "untied": {},
@@ -190,7 +206,9 @@ def test_every_way_to_read() -> None:
 
 
 def test_kinds_of_models() -> None:
-    for outcomes in run_distributed(ways_of_kinds, 2, ["gathered", "fused"], list(KINDS)[1:], timeout=100):
+    for outcomes in run_distributed(
+        ways_of_kinds, 2, ["gathered", "fused", "past", "inside"], list(KINDS)[1:], timeout=100
+    ):
         assert wrong(outcomes) == {}
 
 
@@ -221,14 +239,14 @@ def other_settings(ways: Sequence[str], kinds: Sequence[str]) -> dict[str, Outco
 
 
 def test_other_settings() -> None:
-    for outcomes in run_distributed(other_settings, 2, ["fused"], ["untied"], timeout=100):
+    for outcomes in run_distributed(other_settings, 2, ["fused", "inside"], ["untied"], timeout=100):
         assert wrong(outcomes) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_other_settings_with_other_ways(world: int) -> None:
-    ways = ["product", "gathered", "several", "chunks_reentrant"]
+    ways = ["product", "gathered", "several", "chunks_reentrant", "past"]
     for outcomes in run_distributed(other_settings, world, ways, ["untied", "frozen"], timeout=100):
         assert wrong(outcomes) == {}
 
