@@ -42,6 +42,13 @@ def check_model(model: Any, config: Any, core: str, processes: int) -> None:
     Raises:
         ValueError: with the reason and what to do.
     """
+    if isinstance(model, nn.Module) and not any(
+        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in model.modules()
+    ):
+        raise ValueError(
+            f"no layer of {type(model).__name__} takes its attention from transformers (ALL_ATTENTION_FUNCTIONS): "
+            "sequence parallelism would not reach it. Wrap it in deepspeed.sequence.layer.DistributedAttention"
+        )
     if core in _EAGER:
         raise ValueError(
             f"{core} attn_implementation isn't supported by Ulysses sequence parallelism: its masks take memory with "
@@ -74,13 +81,6 @@ def check_model(model: Any, config: Any, core: str, processes: int) -> None:
     if isinstance(heads, int):
         kv_heads = getattr(text, "num_key_value_heads", None)
         plan_heads(heads, kv_heads if isinstance(kv_heads, int) else heads, processes)
-    if isinstance(model, nn.Module) and not any(
-        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in model.modules()
-    ):
-        raise ValueError(
-            f"no layer of {name} takes its attention from transformers (ALL_ATTENTION_FUNCTIONS): sequence parallelism "
-            "would not reach it. Wrap its attention in deepspeed.sequence.layer.DistributedAttention"
-        )
 
 
 def _counts_tokens(model: nn.Module) -> bool:

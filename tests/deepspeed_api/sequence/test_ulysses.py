@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForCausalLM,
+    BloomConfig,
+    BloomModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -172,10 +174,12 @@ def refusals() -> dict[str, str]:
     bart = BartForCausalLM(
         BartConfig(vocab_size=8, d_model=8, decoder_layers=1, decoder_attention_heads=2, attn_implementation="sdpa")
     )
+    bloom = BloomModel(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2, attn_implementation="eager"))
     llama4 = Llama4TextConfig(vocab_size=8, no_rope_layers=[0], attn_implementation="sdpa", **small)
     cases: dict[str, dict[str, Any]] = {
         "positions": {"model_name_or_path": roberta},
         "no positions": {"model_name_or_path": bart},
+        "no interface": {"model_name_or_path": bloom, "core_attn_implementation": "eager"},
         "own positions": {"model_name_or_path": Llama4ForCausalLM(llama4)},
         "mismatch": {"model_name_or_path": Wrapper(model().config), "core_attn_implementation": "flash_attention_2"},
         "eager": {"model_name_or_path": eager, "core_attn_implementation": "eager"},
@@ -202,6 +206,7 @@ def test_what_is_refused_before_training() -> None:
         assert "seq_length=7 isn't divisible by sp-size=2" in said["length"]
         assert "give seq_length, or seq_length_is_variable=True" in said["no length"]
         assert "RobertaModel counts its position_ids from the tokens" in said["positions"]
+        assert "no layer of BloomModel takes its attention from transformers" in said["no interface"]
         assert "BartForCausalLM takes no position_ids, so each part" in said["no positions"]
         assert "Llama4TextAttention counts tokens by itself" in said["own positions"]
         assert "sequences are divided over 2 processes here, and are asked to be over 3" in said["size"]
