@@ -157,7 +157,8 @@ class TransformersPipeline(PipelineModule):
         config: the model's.
 
     Raises:
-        ConfigError: the model has no plan of this form, or computes with hidden states outside of its layers.
+        ConfigError: the model has no plan of this form, has a loss of what is in all layers, or computes with hidden
+            states outside of its layers.
     """
 
     _model: Any
@@ -182,6 +183,12 @@ class TransformersPipeline(PipelineModule):
     ) -> None:
         model, folder = shell(model_or_config)
         base, head = parts_of(model)
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            raise ConfigError(
+                f"{type(model).__name__} has output_router_logits: the balance of experts is a loss of all layers' "
+                "routers, and each stage has some of them. Set it to false, or train without a pipeline",
+                WHERE,
+            )
         self.__dict__.update(_model=model, _base=base, _head=head, _folder=folder, _dtype=dtype)
         self.config, self.generation_config = model.config, getattr(model, "generation_config", None)
         super().__init__(

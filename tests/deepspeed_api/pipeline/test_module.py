@@ -160,6 +160,7 @@ def refusals() -> list[str]:
     for given in (
         transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16),
         transformers.GraniteConfig(**small, embedding_multiplier=2.0),
+        transformers.MixtralConfig(**small, num_local_experts=2, output_router_logits=True),
         torch.nn.Linear(2, 2),
     ):
         try:
@@ -190,9 +191,10 @@ def test_blocks_of_several_stages_that_are_one_and_adapters_around_a_model() -> 
 
 
 def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
-    plan, scaled, other = run_distributed(refusals, 1)[0]
+    plan, scaled, balance, other = run_distributed(refusals, 1)[0]
     assert "GPT2LMHeadModel: it has no base_model_pp_plan" in plan
     assert "GraniteModel computes with hidden states outside of its layers" in scaled
+    assert "MixtralForCausalLM has output_router_logits" in balance  # an IndexError of transformers in the first batch
     assert "give a model, a configuration, or a folder of transformers, not Linear" in other
 
 
