@@ -37,7 +37,7 @@ from ds_hf.log import logger, warn_once
 __all__ = ["CoreEngine"]
 
 _PARKED = "offload_states() has moved states of this engine away: call reload_states() first"
-_NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name one in the configuration"
+_NO_OPTIMIZER = "no optimizer: initialize(), or accelerate's prepare(), takes one with the model, or the file names it"
 
 
 F = TypeVar("F", bound=Callable[..., Any])

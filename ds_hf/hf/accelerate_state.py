@@ -10,19 +10,19 @@ there is all that it needs.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ds_hf.config.plan import StatePlan
+from ds_hf.config.check import NOT_CHOSEN
+from ds_hf.config.schema import load_schema
 from ds_hf.errors import ConfigError
+from ds_hf.hf.accelerate_loop import begin, wrap_loop, wrap_steps
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import with_values
 from ds_hf.hf.resuming import load_whole_state
@@ -30,10 +30,88 @@ from ds_hf.hf.source import AUTO, fill_sizes, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
 
-__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
+__all__ = [
+    "has_accelerator",
+    "wrap_accelerator",
+    "wrap_config",
+    "wrap_data_loader",
+    "wrap_launch",
+    "wrap_plugin",
+    "wrap_state",
+]
 
-_ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is open
-_MADE = "_ds_hf_steps_made"  # of an engine's optimizer: steps since optimizer.step() was called
+
+_SAID = {  # what DeepSpeedPlugin's arguments and accelerate launch's flags say of a file's keys
+    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_optimization.stage"),
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps"),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping"),
+    "offload_optimizer_device": (
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "zero_optimization.offload_optimizer.device",
+    ),
+    "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "zero_optimization.offload_param.device"),
+    "zero3_save_16bit_model": (
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    ),
+}
+
+
+def wrap_plugin(module: ModuleType) -> None:
+    """Hook of ``accelerate.utils.dataclasses``: what is said beside a DeepSpeed file, which alone counts, is told where
+    the file says otherwise; and an "auto" that the engine chooses is left to it."""
+
+    def compared(wrapped: Callable[..., Any], plugin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {name: getattr(plugin, name) for name in _SAID}
+        given = {name: os.environ.get(_SAID[name][0]) if value is None else value for name, value in given.items()}
+        file = plugin.hf_ds_config or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        wrapped(*args, **kwargs)
+        if file != "none":
+            _tell_of_said(given, plugin.hf_ds_config)
+
+    def filled(wrapped: Callable[..., Any], plugin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = args[0] if args else kwargs["ds_key_long"]
+        if key in kwargs or not _chosen_by_engine(key) or plugin.hf_ds_config.get_value(key) != AUTO:
+            wrapped(*args, **kwargs)
+
+    wrap(module, "DeepSpeedPlugin.__post_init__", compared)
+    wrap(module, "DeepSpeedPlugin.fill_match", filled)
+
+
+def _chosen_by_engine(key: str) -> bool:
+    """Whether the engine knows what "auto" is of the dotted ``key``, which nobody has to fill in."""
+    node = load_schema()
+    for part in key.split("."):
+        node = node.get("properties", {}).get(part, {})
+    fills = node.get("x-auto")
+    return fills == "literal" or (isinstance(fills, dict) and fills["source"] in NOT_CHOSEN)
+
+
+def _tell_of_said(given: Mapping[str, Any], config: Any) -> None:
+    other = []
+    for name, value in given.items():
+        key = _SAID[name][1]
+        found = config.get_value(key)
+        differs = _as_written(found) != _as_written(value)
+        if AUTO in (value, found) or value is None or not differs or ("stage3" in key and not config.is_zero3()):
+            continue
+        other.append(f"{name}={value}, and the file has {'no ' + key if found is None else f'{key} {found}'}")
+    if other:
+        warn_once(
+            f"said beside the DeepSpeed file: {'; '.join(other)}. The file counts: leave out the argument, or the flag "
+            'of accelerate launch, or write "auto" in the file'
+        )
+
+
+def _as_written(value: Any) -> Any:
+    """Numbers as numbers, and what is off as what is absent."""
+    text = str(value).lower()
+    if text in ("none", "false"):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def wrap_state(module: ModuleType) -> None:
@@ -50,41 +128,13 @@ def wrap_state(module: ModuleType) -> None:
 
 
 def wrap_config(module: ModuleType) -> None:
-    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; a loop that
-    calls ``optimizer.step()`` has called it for torch's schedulers, wherever the engine makes the step; and
-    ``accelerator.backward()``, which makes the step, makes none inside ``no_sync()`` and is told where it is called for
-    a step more than once."""
+    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken, and what a
+    loop calls (``accelerate_loop``)."""
 
     def read_first(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return wrapped(plain_config(_named(args[0])), *args[1:], **kwargs)
         return wrapped(**{**kwargs, "config_file_or_dict": plain_config(_named(kwargs["config_file_or_dict"]))})
-
-    step = module.DeepSpeedOptimizerWrapper.step
-
-    @wraps(step)
-    def called(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = getattr(getattr(wrapper, "optimizer", None), "optimizer", None)
-        if isinstance(inner, torch.optim.Optimizer):
-            inner._opt_called = True  # type: ignore[attr-defined]
-        made = vars(wrapper.optimizer).pop(_MADE, 0)
-        if made > 1:
-            warn_once(
-                f"optimizer.step() is called once for {made} calls of accelerator.backward(), each of which has made a "
-                "step with DeepSpeed: gradients of several calls are not added up, and a step that is left out is made "
-                "all the same. Add losses up and call backward() once; to accumulate, give "
-                "Accelerator(gradient_accumulation_steps=...) and use accelerator.accumulate(model), or call "
-                "backward() inside accelerator.no_sync(model) for all but the last"
-            )
-        return step(wrapper, *args, **kwargs)
-
-    def counted(wrapped: Callable[..., Any], wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {"sync_gradients": True, **dict(zip(("loss", "sync_gradients"), args, strict=False)), **kwargs}
-        given["sync_gradients"] &= not vars(wrapper.engine).get(_ADDING, False)
-        result = wrapped(**given)
-        state = vars(wrapper.engine.optimizer)
-        state[_MADE] = state.get(_MADE, 0) + bool(given["sync_gradients"])
-        return result
 
     def keep_rule(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """accelerate makes an Adam of nearly any optimizer whose states are offloaded, and the engine takes all."""
@@ -93,8 +143,7 @@ def wrap_config(module: ModuleType) -> None:
 
     wrap(module, "map_pytorch_optim_to_deepspeed", keep_rule)
     wrap(module, "HfDeepSpeedConfig.__init__", read_first)
-    module.DeepSpeedOptimizerWrapper.step = called  # schedules take it out of the method
-    wrap(module, "DeepSpeedEngineWrapper.backward", counted)
+    wrap_steps(module)
 
 
 def _is_replaced(optimizer: Any) -> bool:
@@ -110,7 +159,7 @@ def _is_replaced(optimizer: Any) -> bool:
 def wrap_accelerator(module: ModuleType) -> None:
     """Hook of ``accelerate.accelerator``: what is being written in the background is on disk before ``save_state()``
     removes older checkpoints (``total_limit``), and when ``end_training()`` returns; ``initialize`` learns of the
-    sizes of a ``ParallelismConfig``; and ``accumulate()`` of several models asks each for its stage."""
+    sizes of a ``ParallelismConfig``; and what a loop calls (``accelerate_loop``)."""
 
     def written(end: str) -> Callable[..., Any]:
         def wait_first(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -136,6 +185,7 @@ def wrap_accelerator(module: ModuleType) -> None:
             fill_sizes(config, own)
         with _environment(_sizes(accelerator.parallelism_config)):
             prepared = wrapped(*args, **kwargs)
+        begin(accelerator, args, prepared)
         follow_batches(accelerator, prepared)
         return prepared
 
@@ -160,33 +210,6 @@ def wrap_accelerator(module: ModuleType) -> None:
         deepspeed = module.DistributedType.DEEPSPEED
         return args if accelerator.distributed_type == deepspeed else wrapped(*args, **kwargs)
 
-    def of_its_own_stage(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """accelerate takes the stage of the plugin that is selected now, and several models have one each: one whose
-        gradients are sharded reduces them in every backward, whatever the others do."""
-        model = args[0] if args else kwargs.get("model")
-        plan = getattr(model, "plan", None)
-        if not isinstance(plan, StatePlan):
-            return wrapped(*args, **kwargs)
-        return _adding(model, nullcontext() if plan.reduces_every_micro_batch else wrapped(*args, **kwargs))
-
-    def tell_of_clipping(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """accelerate only asks for the norm, of the model that was prepared last, when the step has been made."""
-        given = dict(zip(("parameters", "max_norm", "norm_type"), args, strict=False)) | kwargs
-        listed = given["parameters"]
-        params = given["parameters"] = [listed] if isinstance(listed, Tensor) else list(listed)
-        engine = next((model for model in accelerator._models if params and _trains(model, params[0])), None)
-        if engine is None:
-            return wrapped(**given)
-        wanted, clips = float(given.get("max_norm", math.inf)), float(engine.optimizer.clip_grad)
-        if math.isfinite(wanted) and not math.isclose(wanted, clips, rel_tol=1e-6):
-            warn_once(
-                f"accelerator.clip_grad_norm_(..., {wanted:g}) comes after the step, which accelerator.backward() "
-                f"makes with DeepSpeed: the engine clips at its gradient_clipping, {clips:g} (0 is never). Set "
-                f'"gradient_clipping": {wanted:g} in the configuration, or '
-                f"DeepSpeedPlugin(gradient_clipping={wanted:g})"
-            )
-        return engine.get_global_grad_norm()
-
     def with_all_experts(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """accelerate asks an engine for whole weights at stage 3 and with tensor parallelism alone."""
         model = args[0] if args else kwargs.get("model")
@@ -199,8 +222,7 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrap(module, "load_accelerator_state", load_whole_state)
     wrap(module, "Accelerator.__init__", with_known_plugin)
     wrap(module, "Accelerator.get_state_dict", with_all_experts)
-    wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
-    wrap(module, "Accelerator.no_sync", of_its_own_stage)
+    wrap_loop(module)
     wrap(module, "Accelerator._prepare_tp", leave_models)
     wrap(module, "Accelerator._prepare_deepspeed", with_sizes)
     wrap(module, "Accelerator._prepare_device_mesh", with_mesh)
@@ -208,25 +230,6 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrap(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrap(module, "Accelerator.save_state", written("wait"))
     wrap(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
-
-
-@contextmanager
-def _adding(engine: Any, context: Any) -> Iterator[None]:
-    """``accelerator.backward()`` adds gradients up and makes no step, as without DeepSpeed, also where they are reduced
-    every time."""
-    outside = vars(engine).get(_ADDING, False)
-    vars(engine)[_ADDING] = True
-    try:
-        with context:
-            yield
-    finally:
-        vars(engine)[_ADDING] = outside
-
-
-def _trains(model: Any, param: Tensor) -> bool:
-    """Whether ``model`` is an engine that has ``param``, and updates."""
-    updates = getattr(getattr(model, "optimizer", None), "clip_grad", None) is not None
-    return updates and any(each is param for each in model.parameters())
 
 
 def wrap_launch(module: ModuleType) -> None:

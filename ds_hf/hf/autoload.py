@@ -39,6 +39,7 @@ HOOKS = {
     "accelerate.accelerator": ("ds_hf.hf.accelerate_state", "wrap_accelerator"),
     "accelerate.commands.launch": ("ds_hf.hf.accelerate_state", "wrap_launch"),
     "accelerate.data_loader": ("ds_hf.hf.accelerate_state", "wrap_data_loader"),
+    "accelerate.utils.dataclasses": ("ds_hf.hf.accelerate_state", "wrap_plugin"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "peft.tuners.tuners_utils": ("ds_hf.hf.adapters", "wrap_tuners"),
     "peft.tuners.trainable_tokens.layer": ("ds_hf.hf.adapters", "wrap_tokens"),

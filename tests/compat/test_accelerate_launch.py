@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import select
 import subprocess
@@ -21,9 +22,11 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
+from ds_hf.log import forget_said
 from tests.compat.accelerate_user import fresh_start
 from tests.compat.common import SCRIPTS, WORLD, read_json, run_user_code, write_json
 from tests.helpers.distributed import free_port
+from tests.helpers.logs import Lines
 from tests.helpers.patience import PATIENCE
 
 SCRIPT = SCRIPTS / "accelerate_short.py"
@@ -175,6 +178,28 @@ def test_precision_of_the_flag_fills_the_file(
     plugin, _ = plugin_of(untouched, "--use_deepspeed", f"--deepspeed_config_file={file}", f"--mixed_precision={flag}")
     config = load_config(plugin.deepspeed_config, world_size=1)
     assert (config.fp16.enabled, config.bf16.enabled) == (flag == "fp16", flag == "bf16")
+
+
+def test_flags_that_the_file_contradicts_are_told(tmp_path: Path, untouched: pytest.MonkeyPatch) -> None:
+    """The file counts; what it has "auto" for, or says as well, is taken in silence."""
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    content = {"gradient_accumulation_steps": 2, "gradient_clipping": "auto", "zero_optimization": zero}
+    file = write_json(tmp_path / "ds.json", content)
+    agreed = ("--gradient_clipping=0.5", "--gradient_accumulation_steps=2", "--zero3_save_16bit_model=true")
+    lines = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
+    forget_said()
+    command = ("--use_deepspeed", f"--deepspeed_config_file={file}", f"--num_processes={WORLD}", *agreed)
+    plugin_of(untouched, *command, "--zero_stage=1", "--offload_optimizer_device=cpu")
+    assert lines.texts == []
+    plugin, _ = plugin_of(untouched, *command, "--zero_stage=3", "--offload_param_device=cpu")
+    logging.getLogger("ds_hf").removeHandler(lines)
+    assert plugin.zero_stage == 1
+    (told,) = lines.texts
+    assert (
+        "zero_stage=3, and the file has zero_optimization.stage 1; offload_param_device=cpu, and the file has no"
+        in told
+    )
 
 
 @pytest.mark.feature("accelerate", "settings in both accelerate's file and DeepSpeed's are refused", pain="P4")

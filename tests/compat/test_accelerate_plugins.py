@@ -12,6 +12,7 @@ from accelerate.utils.deepspeed import get_active_deepspeed_plugin
 from torch import nn
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
+from ds_hf.config import load_config
 from tests.compat.accelerate_user import (
     DEVICE,
     LR,
@@ -228,3 +229,28 @@ def test_a_plugin_without_a_file() -> None:
         assert clipping == 0.5
         assert steps == 2
         assert losses == pytest.approx([row["loss"] for row in rows], rel=1e-5), stage
+
+
+def test_what_the_engine_chooses_stays_auto() -> None:
+    """accelerate refuses an "auto" that it has no value for, and the engine has one."""
+    fresh_start()
+    zero = {
+        "stage": 3,
+        "sub_group_size": "auto",
+        "offload_optimizer": {"device": "cpu"},
+        "zenflow": {"update_interval": "auto", "select_interval": "auto"},
+    }
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "zero_optimization": zero,
+        "ds_hf": {"split_masters": "auto"},
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=settings)
+    plugin.deepspeed_config_process(must_match=False, gradient_clipping=1.0)
+    config = load_config(plugin.deepspeed_config, world_size=1)
+    assert config.zero_optimization.zenflow is not None
+    assert config.zero_optimization.zenflow.update_interval == "auto"
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    with pytest.raises(ValueError, match=r"optimizer\.params\.lr"):
+        DeepSpeedPlugin(hf_ds_config=settings).deepspeed_config_process(must_match=False, gradient_clipping=1.0)
+    fresh_start()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ds_hf.config import load_config
+from ds_hf.config.schema import walk
 from ds_hf.errors import ConfigError
 
 
@@ -27,3 +28,10 @@ def test_hints_do_not_lead_astray(section: dict[str, Any], said: str, not_said: 
         load_config({"train_micro_batch_size_per_gpu": 1, **section}, world_size=1)
     assert said in str(caught.value)
     assert not_said not in str(caught.value)
+
+
+def test_auto_is_a_value_where_it_is_the_default() -> None:
+    """A key that is "auto" when it is absent may be written so."""
+    for path, node in walk():
+        if node.get("default") == "auto" or "auto" in node.get("enum", ()):
+            assert node.get("x-auto"), path
