@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from ds_hf import initialize
+from ds_hf import PipelineModule, initialize
 from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.parallel.sequence.losses import gather
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -42,6 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunked_loss": {"zero_optimization": {"stage": 2}, "ds_hf": {"chunked_loss": True}},
     "tiles": {"zero_optimization": {"stage": 2}, "ds_hf": {"tiled_mlp": 3}},
     "sequence": {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2},
+    "pipeline": {"zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2},
     "tensor": {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": 2}},
     "divided_tokens": {
         "zero_optimization": {"stage": 0},
@@ -169,20 +170,25 @@ def train(feature: str, kind: str) -> dict[str, Any]:
     half = slice(TOKENS // 2 * dist.get_rank(), TOKENS // 2 * (dist.get_rank() + 1))
     found: list[list[float]] = [[], []]
     try:
+        if feature == "pipeline":
+            model = PipelineModule.from_transformers(model, num_stages=2)
         engine = initialize(model=model, config={**settings, **FEATURES[feature]})[0]
         for step in range(STEPS):
             ids = batch(step)
             for net, losses in zip((plain, engine), found, strict=True):
                 torch.manual_seed(step)  # some routers draw
-                if feature != "sequence":
+                if feature == "pipeline" and net is engine:
+                    loss = engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * 2))
+                elif feature != "sequence":
                     loss = net(input_ids=ids, labels=ids).loss
                 elif net is plain:
                     loss = of_sequence(net, ids, slice(None))
                 else:
                     loss = gather(of_sequence(net, ids, half)[None], axis_of(None, "sequence")).sum()
                 if net is engine:
-                    engine.backward(loss)
-                    engine.step()
+                    if feature != "pipeline":
+                        engine.backward(loss)
+                        engine.step()
                     norm = engine.get_global_grad_norm() or 0.0
                 else:
                     optimizer.zero_grad()
@@ -193,7 +199,7 @@ def train(feature: str, kind: str) -> dict[str, Any]:
     except (DsHfError, ValueError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
     off = max(abs(one - other) / max(abs(one), 1e-6) for one, other in zip(*found, strict=True))
-    if "tensor_parallel" not in FEATURES[feature]:
+    if feature != "pipeline" and "tensor_parallel" not in FEATURES[feature]:
         expected = dict(plain.named_parameters())
         with GatheredParameters(list(engine.module.parameters())):
             for name, param in engine.module.named_parameters():

@@ -279,8 +279,15 @@ class TransformersPipeline(PipelineModule):
         size = self.config.get_text_config().hidden_size
         dtype = torch.float32 if param is None else param.dtype
         hidden = torch.linspace(-1, 1, 2 * size, device=compute_device()).view(1, 2, size).to(dtype)
-        with self._as(blocks, Skip()):
-            found = self._run_base(None, hidden, ())
+        try:
+            with self._as(blocks, Skip()):
+                found = self._run_base(None, hidden, ())
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:  # what unpacking a tensor raises
+            raise ConfigError(
+                f"layers of {type(self._base).__name__} hand on more than hidden states ({error}), and these alone go "
+                "from stage to stage: write its layers as LayerSpecs",
+                WHERE,
+            ) from error
         if found.shape != hidden.shape or not torch.equal(found, hidden):
             raise ConfigError(
                 f"{type(self._base).__name__} computes with hidden states outside of its layers (a factor, as in "

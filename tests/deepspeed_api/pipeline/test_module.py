@@ -16,6 +16,7 @@ from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology
 from ds_hf.engine.parallel.tensor.gathered import GatherReplacedLayerParams
 from ds_hf.errors import ConfigError
+from tests.helpers import experts
 from tests.helpers.distributed import run_distributed
 
 MICRO = 4
@@ -161,6 +162,7 @@ def refusals() -> list[str]:
         transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16),
         transformers.GraniteConfig(**small, embedding_multiplier=2.0),
         transformers.MixtralConfig(**small, num_local_experts=2, output_router_logits=True),
+        experts.build("glm_moe_dsa"),
         torch.nn.Linear(2, 2),
     ):
         try:
@@ -191,10 +193,11 @@ def test_blocks_of_several_stages_that_are_one_and_adapters_around_a_model() -> 
 
 
 def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
-    plan, scaled, balance, other = run_distributed(refusals, 1)[0]
+    plan, scaled, balance, shared, other = run_distributed(refusals, 1)[0]
     assert "GPT2LMHeadModel: it has no base_model_pp_plan" in plan
     assert "GraniteModel computes with hidden states outside of its layers" in scaled
     assert "MixtralForCausalLM has output_router_logits" in balance  # an IndexError of transformers in the first batch
+    assert "layers of GlmMoeDsaModel hand on more than hidden states" in shared  # which tokens are attended to
     assert "give a model, a configuration, or a folder of transformers, not Linear" in other
 
 
