@@ -148,10 +148,10 @@ def _around(row: _Layer, columns: Sequence[_Layer], modules: Mapping[str, nn.Mod
 
 def _linears(modules: Mapping[str, nn.Module]) -> Iterator[_Layer]:
     for name, module in modules.items():
-        cut = cut_of(module._parameters["weight"]) if module._parameters.get("weight") is not None else None  # type: ignore[arg-type]
-        linear = isinstance(module, Colwise | Rowwise) and getattr(module, "_ds_heads", None) is None
-        if linear and cut is not None and len(cut.whole) == 2:
-            yield _Layer(name, module, cut)
+        if isinstance(module, Colwise | Rowwise) and getattr(module, "_ds_heads", None) is None:
+            cut = None if (weight := module._parameters.get("weight")) is None else cut_of(weight)
+            if cut is not None and len(cut.whole) == 2:
+                yield _Layer(name, module, cut)
 
 
 def _fits_a_trial(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
