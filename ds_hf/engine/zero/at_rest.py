@@ -389,8 +389,8 @@ for _name in {*_CASTS, "cpu", "cuda"} - {"detach"}:
 
 class Noticed(Released):
     """As ``Released``; functions of torch are noticed, too, for which every access to an attribute takes longer: so
-    all parameters of a buffer rest as this at first, later one, in turns. For what computes with other tensors as well,
-    and is no look at the values, an engine whose model is being called may gather them."""
+    all parameters of a buffer rest as this at first, and later one of them at times. A function that is given other
+    tensors as well computes with the parameter: an engine whose model is being called gathers it for that."""
 
     @classmethod
     def __torch_function__(

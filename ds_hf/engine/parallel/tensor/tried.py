@@ -33,6 +33,7 @@ from ds_hf.engine.zero.leaf import holder_of
 from ds_hf.engine.zero.planning import find_blocks
 from ds_hf.engine.zero.unit import tensors_in
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import log_once
 
 __all__ = ["attach"]
 
@@ -320,7 +321,8 @@ def _try(model: nn.Module, name: str, layers: Sequence[_Layer], args: Any, kwarg
     trial, error = _Trial(model, module, layers, args, kwargs), ""
     try:
         whole = trial.whole()
-    except Exception:  # it looks at layers in ways of its own, and cannot be tried
+    except Exception as raised:  # it looks at layers in ways of its own
+        log_once(f"{name}: the rules for its layers are taken at their word, for it cannot be tried out ({raised})")
         return
     try:
         if trial.agrees(whole, trial.parts({})):

@@ -104,3 +104,12 @@ def test_layers_that_belong_to_one_another_further_apart_are_tried_together() ->
         nn.init.normal_(param)
     fits(real, torch.rand(2, 3, WIDTH), attention_mask=None)
     assert not real._forward_pre_hooks
+
+
+def test_what_cannot_be_tried_is_taken_at_its_word_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Rules that would be refused, and a forward that ends in an error by itself."""
+    mlp: Any = divided("phi3", spec(GATE_UP, "column"), DOWN).get_submodule("model.layers.0.mlp")
+    mlp.activation_fn.forward = lambda gate: gate.view(-1, 7, 11)
+    with caplog.at_level("INFO", "ds_hf"):
+        fits(mlp, torch.rand(2, 3, WIDTH))
+    assert "model.layers.0.mlp: the rules for its layers are taken at their word" in caplog.text
