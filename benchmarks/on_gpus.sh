@@ -193,13 +193,14 @@ many() {
   timed hosts-experts 60 python3 benchmarks/hosts.py --experts -- --model qwen3 --layers 4 --stage 2 --micro-batch 2 \
     --seq 2048 --steps 5 --warmup 4 --rounds 1 --engines ds_hf+local,ds_hf+inside,ds_hf+ep
   row 8b-compile 130 "${train[@]}" "${eight[@]}" --checkpointing --compile --engines ds_hf,fsdp2,floor
-  row 8b 170 "${train[@]}" "${eight[@]}" --checkpointing --engines $all
+  row 8b 230 "${train[@]}" "${eight[@]}" --checkpointing --engines $all
   row 1b3-stage2 90 "${train[@]}" "${small[@]}" --stage 2 --engines $all
   row 1b3-stage3 90 "${train[@]}" "${small[@]}" --stage 3 --engines $all
   row tensor-1b3 120 benchmarks/tensor_parallel.py --part step --model 1b3 --micro-batch 8 --seq 2048 \
     --engines ds_hf,transformers,half,deepspeed "${WITH[@]}"
   row sequence-1b3 100 "${shared[@]}" --row 1b3 "$gpus" 8192 ds_hf+whole,ds_hf+sp
-  row sequence-8b 150 "${shared[@]}" --steps 3 --row 8b 1 32768 ds_hf+sp+loss+tiles,ds_hf+sp+offload+loss+tiles
+  row sequence-8b 240 "${shared[@]}" --steps 2 --row 8b 1 32768 ds_hf+sp+loss+tiles
+  row sequence-8b-offload 240 "${shared[@]}" --steps 2 --row 8b 1 32768 ds_hf+sp+offload+loss+tiles
   timed pipeline-mesh 130 "${pipes[@]}" --stages 2 --tensor 2 --data $((gpus / 4)) --layers 16 --batch 2 --micro-batches 8 \
     --ways ds_hf
   timed pipeline 200 "${pipes[@]}" --stages "$gpus" --layers $((2 * gpus)) --micro-batches 4,8,16

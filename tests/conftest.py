@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,12 +49,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not wants_gpus(config.args, config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; workers and all that tests start inherit it
     chosen = config.getoption("slice", None)  # None also where this file is loaded after the options were read
     if chosen:
         try:
             config.pluginmanager.register(Slice(chosen, config.getoption("minutes")))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
+
+
+def wants_gpus(arguments: list[str], marks: str) -> bool:
+    """Whether a run's tests are those of GPUs: others train on the CPU, and also pass on a machine that has GPUs."""
+    return marks == "gpu" or any("gpu" in Path(argument.split("::")[0]).parts for argument in arguments)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

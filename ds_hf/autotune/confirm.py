@@ -90,6 +90,16 @@ class Contest:
 
         return sorted((c for c in found if c.key not in self.failed), key=order)
 
+    def best(self) -> Contestant | None:
+        """The fastest; where the time was over before it was started again, one that was and could be as fast."""
+        ranked, own = self.ranked(), self.own()
+        for each in ranked:
+            is_own = own is not None and each.key == own.key
+            if each.again and not is_own and self.search.options.metric.is_timed and not ranked[0].again:
+                gain, low, _ = gain_of(each.estimate, ranked[0].estimate)
+                return each if gain <= ALIKE and low <= 1 else ranked[0]
+        return ranked[0] if ranked else None
+
     def own(self) -> Contestant | None:
         """The user's file; ``None`` when that could not be measured."""
         own = self.search.own
@@ -205,9 +215,12 @@ class Contest:
 
 
 def affordable(rivals: list[Contestant], launches: int) -> list[Contestant]:
-    """All of them, or where there is time for two the first, which is the best, and the last, which is the user's."""
+    """All of them, or where there is time for two the first, which is the best, and the last, which is the user's; of
+    these the first alone where there is time for one, and the user's was started again already."""
     if len(rivals) <= launches:
         return rivals
+    if launches == 1 and rivals[-1].again and not rivals[0].again:
+        return rivals[:1]
     return [rivals[0], rivals[-1]] if launches > 1 else []
 
 

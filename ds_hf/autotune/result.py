@@ -107,10 +107,9 @@ def make_result(contest: Contest) -> Result:
     Raises:
         NothingFits: nothing was.
     """
-    search, ranked, own = contest.search, contest.ranked(), contest.own()
-    if not ranked:
+    search, top, own = contest.search, contest.best(), contest.own()
+    if top is None:
         raise NothingFits(_why_nothing_fits(search))
-    top = ranked[0]
     gain, low, high = (1.0, 1.0, 1.0) if own is None else gain_of(own.estimate, top.estimate)
     kept = own is not None and (bool(contest.denied) or top.key == own.key or gain < LEAST_GAIN or low <= 1)
     chosen = own if kept and own is not None else top

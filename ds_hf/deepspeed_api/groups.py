@@ -10,44 +10,51 @@ from ds_hf.deepspeed_api.sequence import parallel_state
 from ds_hf.engine.comm.mesh import Axis, Mesh, axis_of
 from ds_hf.engine.comm.process_group import ProcessGroup, get_rank, get_world_group, get_world_size
 
-_latest: Mesh | None = None
+latest: Mesh | None = None  # ``initialize`` writes it: DeepSpeed's functions take no engine
+# By name; and of which mesh they are: those of an engine before it are not meant.
 _experts: dict[str, tuple[Axis, Axis]] = {}
+_experts_of: Mesh | None = None
 
 
-def remember(mesh: Mesh, expert_sizes: Iterable[int] = ()) -> None:
-    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine. Collective.
+def make_groups(expert_sizes: Iterable[int] = ()) -> None:
+    """Make here, where all processes are, what some of the functions below answer with. Collective.
 
     Args:
         expert_sizes: over how many processes layers divide their experts.
     """
-    global _latest
-    _latest = mesh
+    mesh = current_mesh()
     if mesh.shape.sequence > 1:
-        mesh.axis("sequence"), mesh.axis("data")  # made here, where all processes are
-    _experts.clear()
+        mesh.axis("sequence"), mesh.axis("data")
     for size in sorted({*expert_sizes, mesh.shape.expert} if mesh.shape.expert > 1 else expert_sizes):
         with contextlib.suppress(ValueError):  # groups of an mpu; then no layer is divided
-            _experts[f"ep_size_{size}"] = mesh.experts_over(size)
+            _experts_here()[f"ep_size_{size}"] = mesh.experts_over(size)
+
+
+def _experts_here() -> dict[str, tuple[Axis, Axis]]:
+    global _experts, _experts_of
+    if _experts_of is not latest:
+        _experts, _experts_of = {}, latest
+    return _experts
 
 
 def current_mesh() -> Mesh:
     """That of the latest engine; before there is one, all processes as replicas."""
-    global _latest
-    if _latest is None:
-        _latest = Mesh(MeshShape(data=get_world_size()))
-    return _latest
+    global latest
+    if latest is None:
+        latest = Mesh(MeshShape(data=get_world_size()))
+    return latest
 
 
 def _data() -> Axis | None:
     """The processes that read different samples; ``None`` where it is all processes: torch's own group, which may have
     been made anew since."""
-    if _latest is not None and _latest.shape.sequence > 1:
-        return _latest.axis("data")
-    return None if _latest is None or _latest.replicas.group is None else _latest.replicas
+    if latest is not None and latest.shape.sequence > 1:
+        return latest.axis("data")
+    return None if latest is None or latest.replicas.group is None else latest.replicas
 
 
 def _tensor() -> Axis | None:
-    return None if _latest is None or _latest.shape.tensor == 1 else _latest.axis("tensor")
+    return None if latest is None or latest.shape.tensor == 1 else latest.axis("tensor")
 
 
 def _get_data_parallel_group() -> ProcessGroup:
@@ -87,9 +94,9 @@ def _init_tp_mesh_device(
     shape = MeshShape(
         data=data_parallel_size or get_world_size() // tensor_model_parallel_size, tensor=tensor_model_parallel_size
     )
-    mesh = Mesh(shape)
+    global latest
+    latest = mesh = Mesh(shape)
     _ = mesh.replicas, mesh.axis("tensor")  # all processes make both groups now
-    remember(mesh)
     return _get_data_parallel_group(), get_tensor_model_parallel_group()
 
 
@@ -105,14 +112,14 @@ def get_model_parallel_rank() -> int:
 
 def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
     """The neighbours that gather parameters from each other; ``None`` where all processes do."""
-    axis = None if _latest is None else _latest.inner
+    axis = None if latest is None else latest.inner
     return None if axis is None else axis.group
 
 
 def _sequence() -> Axis | None:
     """The processes that share sequences with this one; ``None`` where they are whole."""
-    if _latest is not None and _latest.shape.sequence > 1:
-        return _latest.axis("sequence")
+    if latest is not None and latest.shape.sequence > 1:
+        return latest.axis("sequence")
     if parallel_state.is_initialized():  # before there is an engine
         return axis_of(parallel_state.get_sequence_parallel_group(), "sequence")
     return None
@@ -120,7 +127,7 @@ def _sequence() -> Axis | None:
 
 def averages_sequence() -> bool:
     """Whether the latest engine averages gradients over the processes of a sequence."""
-    return _latest is not None and _latest.shape.sequence > 1 and not _latest.sums_sequence
+    return latest is not None and latest.shape.sequence > 1 and not latest.sums_sequence
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -146,7 +153,7 @@ def _get_sequence_parallel_group() -> ProcessGroup:
 
 
 def _replicas() -> Axis | None:
-    return None if _latest is None or _latest.replicas.group is None else _latest.replicas
+    return None if latest is None or latest.replicas.group is None else latest.replicas
 
 
 def _get_sequence_data_parallel_group() -> ProcessGroup:
@@ -171,7 +178,7 @@ def _create_expert_and_data_parallel(
     """Make the groups of experts that are divided over so many processes. Collective."""
     mesh = current_mesh()
     mesh.data_before_experts = mesh.data_before_experts or use_data_before_expert_parallel_
-    _experts[f"ep_size_{expert_parallel_size_}"] = mesh.experts_over(expert_parallel_size_)
+    _experts_here()[f"ep_size_{expert_parallel_size_}"] = mesh.experts_over(expert_parallel_size_)
 
 
 def _group_of(axis: Axis) -> ProcessGroup:
@@ -179,8 +186,8 @@ def _group_of(axis: Axis) -> ProcessGroup:
 
 
 def _named(group_name: str, kind: str) -> tuple[Axis, Axis]:
-    assert group_name in _experts, f"{kind} group is not initialized: there is no {group_name}"
-    return _experts[group_name]
+    assert group_name in _experts_here(), f"{kind} group is not initialized: there is no {group_name}"
+    return _experts_here()[group_name]
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
@@ -189,7 +196,7 @@ def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
 
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
-    return {name: _group_of(parts) for name, (parts, _) in _experts.items()}
+    return {name: _group_of(parts) for name, (parts, _) in _experts_here().items()}
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
@@ -215,7 +222,7 @@ def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup:
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
-    return {name: _group_of(same) for name, (_, same) in _experts.items()}
+    return {name: _group_of(same) for name, (_, same) in _experts_here().items()}
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
@@ -241,7 +248,7 @@ def _ranks(axis: Axis) -> list[int]:
 
 def _get_max_expert_size() -> int | None:
     """Over how many processes the most divided layer is; ``None`` without one."""
-    return max((parts.world_size for parts, _ in _experts.values()), default=None)
+    return max((parts.world_size for parts, _ in _experts_here().values()), default=None)
 
 
 def _get_max_expert_size_name() -> str:

@@ -123,7 +123,9 @@ def initialize(
         if engine.autotp_size() > 0:
             set_autotp_mode(training=True)
             setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
-        groups.remember(engine.mesh, moe.expert_sizes(model) if moe else ())
+        groups.latest = engine.mesh
+        if moe or max(engine.mesh.shape.sequence, engine.mesh.shape.expert) > 1:
+            groups.make_groups(moe.expert_sizes(model) if moe else ())
         _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

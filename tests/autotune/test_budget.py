@@ -68,6 +68,30 @@ def test_a_setting_beside_the_users_file_needs_no_start(timed: Search) -> None:
     assert result.gain == pytest.approx(1.3)
 
 
+@dataclass
+class Alike(Timed):
+    """Stage 0 is a little faster than stage 1, and a little slower when it is started again, which takes long."""
+
+    again_seconds: float = 45.0
+
+    def launch_seconds(self, compiled: bool, points: int) -> float:
+        return self.again_seconds if self.again else super().launch_seconds(compiled, points)
+
+    def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
+        gain = {0: 1.3, 1: 1.295}.get(stage, 1.0) * (1 / 1.02 if self.again and stage == 0 else 1)
+        return 0.1 / gain * micro**0.5 * steps
+
+
+@pytest.mark.parametrize(("again_seconds", "stages"), [(45.0, [3, 0]), (25.0, [3, 0, 1])])
+def test_of_two_alike_the_one_that_was_started_again(timed: Search, again_seconds: float, stages: list[int]) -> None:
+    """Where there is time for a launch more it is that of the other, which seems faster by then."""
+    world = Alike(stays=False, again_seconds=again_seconds)
+    result = timed(world, budget=200.0, sampler="exhaustive")
+    assert [launch["stage"] for launch in world.again] == stages
+    assert result.config["zero_optimization"]["stage"] == stages[-1]
+    assert result.trusted
+
+
 def test_time_for_one_launch_confirms_another_division(timed: Search) -> None:
     """Nothing new is begun that would leave too little for it."""
     world = Timed(steps=4, gain=1.0)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -124,11 +125,14 @@ def test_a_result_that_was_not_confirmed_says_so(search: Callable[..., Result], 
     assert "not confirmed" in (tmp_path / "results" / "summary.txt").read_text()
 
 
-@pytest.mark.parametrize(("launches", "left"), [(0, ""), (1, ""), (2, "bu"), (3, "bsu"), (9, "bsu")])
-def test_a_short_budget_confirms_the_best_beside_the_users_file(launches: int, left: str) -> None:
-    """b: the best, s: the second, u: the user's."""
-    contestants: Any = list("bsu")
-    assert "".join(affordable(contestants, launches)) == left  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("launches", "again", "left"),
+    [(0, "u", ""), (1, "", ""), (1, "u", "b"), (1, "bu", ""), (1, "su", "b"), (2, "u", "bu"), (9, "", "bsu")],
+)
+def test_a_short_budget_confirms_the_best_beside_the_users_file(launches: int, again: str, left: str) -> None:
+    """b: the best, s: the second, u: the user's; ``again``: who was started again already."""
+    contestants: Any = [SimpleNamespace(name=name, again=(name,) if name in again else ()) for name in "bsu"]
+    assert "".join(each.name for each in affordable(contestants, launches)) == left  # type: ignore[attr-defined]
 
 
 def test_where_there_is_time_for_one_launch_it_has_both(search: Callable[..., Result]) -> None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+
+from tests.conftest import wants_gpus
 
 GPU_TESTS = sorted((Path(__file__).parent.parent / "gpu").glob("test_*.py"))
 
@@ -87,3 +90,21 @@ def test_what_is_found() -> None:
         "monkeypatch.setattr(helpers, 'faults', 1)": True,
     }
     assert {line: not list(faults(ast.parse(line), module)) for line in lines} == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marks", "wanted"),
+    [
+        (["tests"], "not slow and not gpu", False),
+        (["tests/engine", "tests/hf/test_auto_gpu.py"], "", False),
+        (["tests/engine", "tests/gpu/test_parity.py::test_stages[3]"], "", True),
+        (["/checkout/tests/gpu"], "", True),
+        (["tests"], "gpu", True),
+    ],
+)
+def test_only_runs_of_these_tests_see_gpus(arguments: list[str], marks: str, wanted: bool) -> None:
+    assert wants_gpus(arguments, marks) is wanted
+
+
+def test_a_run_of_other_tests_sees_none() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

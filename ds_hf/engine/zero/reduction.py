@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -107,9 +108,13 @@ class Reducer:
         self.shown = False  # gradients are in ``.grad``
         self._gave_way = False  # and are again when the backward of another engine is over
         self.optimizer: Callable[[], Any] = lambda: None  # a weak reference
-        self.watch = GradientWatch()
         self._lent = False
         self.renew()
+
+    @cached_property
+    def watch(self) -> GradientWatch:
+        """From the first backward on."""
+        return GradientWatch()
 
     def renew(self) -> None:
         """Find out how each gradient buffer is reduced, again when there are further ones; between backwards."""
