@@ -30,7 +30,7 @@ from ds_hf.engine.modules.generation import Generation, generation_for
 from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
-from ds_hf.engine.zero.external import explain_empty
+from ds_hf.engine.zero.external import explain_empty, explain_uncalled
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger, warn_once
 
@@ -153,6 +153,8 @@ class CoreEngine(nn.Module):
                 return self._modules["module"](*args, **kwargs)  # type: ignore[misc]  # past __getattr__
         except RuntimeError as error:
             hint_at_buffers(error, self.module, self.compute_dtype)
+            if self.hooks.shards:
+                explain_uncalled(error, self.units)
             raise
 
     @_phase("backward")

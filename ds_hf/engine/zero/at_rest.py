@@ -172,6 +172,11 @@ def _tell_read(param: Tensor, what: str) -> None:
     )
 
 
+def _tell_unnoticed(param: Tensor, what: str) -> None:
+    if not isinstance(param, Noticed):  # which may gather it for that
+        _tell_read(param, what)
+
+
 def _check_reader(param: Tensor, reader: FrameType) -> None:
     """Of its address: safetensors writes what lies there."""
     if reader.f_globals.get("__name__") == "safetensors.torch":
@@ -382,7 +387,7 @@ for _name in ("shape", "ndim", "nbytes"):
 for _name in _WRITES:
     setattr(Released, _name, _telling(_name, _tell_write))
 for _name in _READS:
-    setattr(Released, _name, _telling(_name, _tell_read))
+    setattr(Released, _name, _telling(_name, _tell_unnoticed))
 for _name in {*_CASTS, "cpu", "cuda"} - {"detach"}:
     setattr(Released, _name, _casting(_name))
 
@@ -399,7 +404,7 @@ class Noticed(Released):
         if _reads(func):
             name = func.__name__  # "_foreach_mul_" writes, "__mul__" does not
             param, given = tensors_of(Noticed, (args, kwargs))[0], tensors_of(Tensor, (args, kwargs))
-            if name.endswith("_") and not name.endswith("__"):
+            if name.endswith("_") and not name.endswith("__") and tensors_of(Noticed, args[0]):
                 _tell_write(param, f"`{name}()`")
             else:
                 for hooks in param._ds_home.buffer.users if any(not isinstance(t, AtRest) for t in given) else ():
@@ -410,4 +415,17 @@ class Noticed(Released):
             return func(*args, **(kwargs or {}))
 
 
+def _as_written(name: str) -> Callable[..., Any]:
+    """``hidden * param``, for which Python asks the class that derives from the other's first: not ``param * hidden``,
+    whose graph keeps other tensors, and which rounds otherwise where it divides."""
+    reflected, written = getattr(Tensor, f"__r{name}__"), getattr(Tensor, f"__{name}__")
+
+    def compute(param: Noticed, other: Any) -> Any:
+        return written(other, param) if isinstance(other, Tensor) else reflected(param, other)
+
+    return compute
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Noticed, f"__r{_name}__", _as_written(_name))
 Released.noticed = Noticed

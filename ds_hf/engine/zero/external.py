@@ -8,7 +8,8 @@ the parameter's unit for the module's forward and backward.
 unit by itself tells the hooks when one of its parameters is read by name while none of its calls is open; they gather
 the unit until the model's call is over. Parameters inside blocks are read too often: a ``__getitem__`` in Python costs
 the host as much as half a view. A block is watched from the first function of torch on that gets one of its parameters
-at rest (``at_rest.Noticed``): its ``forward`` was called, or a module in it, and not the block.
+at rest (``at_rest.Noticed``): its ``forward`` was called, or a module in it, and not the block. That is noticed in the
+first calls of a model in training and in evaluation, and after a forward that failed for want of it.
 
 What is computed of parameters between calls of the model, as a penalty on weights, sees nothing: ``check_graph`` and
 ``explain_empty`` say so where a graph shows it.
@@ -17,7 +18,8 @@ What is computed of parameters between calls of the model, as a penalty on weigh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +34,9 @@ __all__ = [
     "ExternalParameters",
     "check_graph",
     "explain_empty",
+    "explain_uncalled",
     "external_parameters",
+    "notice_anew",
     "register_external_parameter",
     "unregister_external_parameter",
     "unwatch",
@@ -166,7 +170,10 @@ class ExternalParameters:
 
 # -- between calls of the model ---------------------------------------------------------------------------------------
 
-_EMPTY_OPERAND = re.compile(r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)")  # in texts of torch
+# in texts of torch
+_EMPTY_OPERAND = re.compile(
+    r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)|shape \[0\]|vec \(0\)|got 1-D tensor"
+)
 _PENALTY = (
     "between calls of the model, so a penalty on weights is made of nothing there. Compute it inside `with "
     "deepspeed.zero.GatheredParameters(list(model.parameters())):`, before the model is called, or with backward() in "
@@ -187,6 +194,27 @@ def check_graph(param: Tensor) -> None:
         raise DsHfError(
             f"{name_of(param)} was in a computation with gradients: at ZeRO stage 3 its values are not here {_PENALTY}"
         )
+
+
+def explain_uncalled(error: RuntimeError, units: Iterable[Unit]) -> None:
+    """Of a forward: say so with ``error`` if it looks as if it came of parameters at rest, and notice the next use."""
+    if _EMPTY_OPERAND.search(str(error)):
+        notice_anew(units)
+        if sys.version_info >= (3, 11):
+            error.add_note(
+                "ds_hf: at ZeRO stage 3 parameters have values while the block that holds them is called. Other uses "
+                "are noticed in the first calls of the model in training and in evaluation, and in the next one. "
+                "Call the block, or deepspeed.zero.register_external_parameter(model, parameter) before training"
+            )
+
+
+def notice_anew(units: Iterable[Unit]) -> None:
+    """Have what is inside blocks be noticed when it is used at rest (``at_rest.Noticed``), as in the first calls."""
+    for buffer in (buffer for unit in units for buffer in unit.buffers if buffer.rests_as.noticed is not None):
+        buffer.hold.turns = 0
+        for param in buffer.params:
+            if type(param) is buffer.rests_as:
+                param.__class__ = buffer.rests_as.noticed  # type: ignore[assignment]
 
 
 def explain_empty(error: RuntimeError) -> None:

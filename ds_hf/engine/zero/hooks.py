@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.events import Events
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.external import ExternalParameters, check_graph, external_parameters, unwatch, watch
+from ds_hf.engine.zero.external import ExternalParameters, check_graph, external_parameters, notice_anew, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
@@ -123,6 +123,7 @@ class UnitHooks:
         self._first: dict[Unit, UnitCall] = {}  # of the first of joined blocks, in the present forward
         self._begun: set[UnitCall] = set()  # calls that the present backward has reached
         self._open = False  # the model is called
+        self._modes: set[bool] = set()  # of training, or not, in which it was
         self._guests: list[Unit] = []  # of the open call
         self._last: UnitCall | None = None  # the last call of a unit that ended in it
         self._watched: list[Unit] = []
@@ -435,6 +436,9 @@ class UnitHooks:
         if not unit.name and module is unit.module:
             self._open = True
             self._note()
+            if self.shards and module.training not in self._modes:
+                self._modes.add(module.training)
+                notice_anew(self.units)
             self._let_root_go()
             if self._graphs_are_over and not in_backward():
                 self.let_graphs_go()

@@ -94,10 +94,14 @@ class Reader(nn.Module):
         result: Tensor = block(hidden) if block is self.blocks[1] else hidden
         return result
 
+    def through_operators(self, block: Block, hidden: Tensor) -> Tensor:
+        """Beside a tensor that Python would not ask first."""
+        return (block(hidden) / block.norm.weight).add_(block.norm.bias)
+
     def called(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(hidden), labels)
 
-    past = inside = called
+    past = inside = operators = called
 
     def product(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ self.head.weight.t(), labels)
@@ -156,7 +160,7 @@ class LateProduct(torch.autograd.Function):
 
 WAYS = (
     "product", "gathered", "fused", "several", "chunks", "chunks_reentrant", "input_weight", "penalty", "in_backward",
-    "past", "inside",
+    "past", "inside", "operators",
 )  # fmt: skip
 KINDS = {
     "untied": {},
@@ -207,7 +211,7 @@ def test_every_way_to_read() -> None:
 
 def test_kinds_of_models() -> None:
     for outcomes in run_distributed(
-        ways_of_kinds, 2, ["gathered", "fused", "past", "inside"], list(KINDS)[1:], timeout=100
+        ways_of_kinds, 2, ["gathered", "fused", "past", "inside", "operators"], list(KINDS)[1:], timeout=100
     ):
         assert wrong(outcomes) == {}
 
@@ -249,6 +253,37 @@ def test_other_settings_with_other_ways(world: int) -> None:
     ways = ["product", "gathered", "several", "chunks_reentrant", "past"]
     for outcomes in run_distributed(other_settings, world, ways, ["untied", "frozen"], timeout=100):
         assert wrong(outcomes) == {}
+
+
+def from_later_on(evaluation: bool) -> str:
+    """Blocks are called at first, and left out then: in the first evaluation, or in a step. What a step is told."""
+    engine, plain = engine_of("called"), build("past")
+    first, tokens = data(2)[:, 0, dist.get_rank()]
+    for _ in range(3):  # each block is released twice
+        engine.backward(engine(first))
+    engine.train(not evaluation)
+    engine.module.way = "past"
+    said = ""
+    with torch.set_grad_enabled(not evaluation):
+        try:
+            loss = engine(tokens)
+        except RuntimeError as error:
+            said = " ".join([str(error), *getattr(error, "__notes__", [])])
+            loss = engine(tokens)
+        assert float(loss) == pytest.approx(float(plain(tokens)), rel=1e-6)
+    if not evaluation:
+        engine.backward(loss)
+    engine.destroy()
+    return said
+
+
+def all_from_later_on() -> None:
+    assert from_later_on(evaluation=True) == ""
+    assert "Call the block, or deepspeed.zero.register_external" in from_later_on(evaluation=False)
+
+
+def test_blocks_that_are_left_out_from_later_on() -> None:
+    run_distributed(all_from_later_on, 2, timeout=60)
 
 
 # -- when it is gathered, and when reduced ---------------------------------------------------------------------------
