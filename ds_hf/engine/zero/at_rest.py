@@ -404,7 +404,7 @@ class Noticed(Released):
         if _reads(func):
             name = func.__name__  # "_foreach_mul_" writes, "__mul__" does not
             param, given = tensors_of(Noticed, (args, kwargs))[0], tensors_of(Tensor, (args, kwargs))
-            if name.endswith("_") and not name.endswith("__") and tensors_of(Noticed, args[0]):
+            if name.endswith("_") and not name.endswith("__") and tensors_of(Noticed, args[:1] or kwargs):
                 _tell_write(param, f"`{name}()`")
             else:
                 for hooks in param._ds_home.buffer.users if any(not isinstance(t, AtRest) for t in given) else ():
