@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from ds_hf.errors import ConfigError, Fault
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["LENGTH", "Command", "split_launcher"]
+__all__ = ["LENGTH", "Command", "found_program", "split_launcher"]
 
 HF_MAPPINGS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -71,6 +73,21 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.endswith(".py"):
             return words[:index], words[index:]
     raise ConfigError(f"no script behind {' '.join(words[:begin])}: it is what ends in .py, or follows -m")
+
+
+def found_program(words: Sequence[str]) -> list[str]:
+    """``words``, whose first is a program: one that is not in the PATH is that beside this Python, whose environment
+    need not be active.
+
+    Raises:
+        ConfigError: it is in neither.
+    """
+    if not words or shutil.which(words[0]) is not None:
+        return list(words)
+    beside = Path(sys.executable).with_name(Path(words[0]).name)
+    if str(Path(words[0]).parent) == "." and shutil.which(beside) is not None:
+        return [str(beside), *words[1:]]
+    raise ConfigError(f"there is no program {words[0]}, neither in the PATH nor in {beside.parent}")
 
 
 @dataclass(frozen=True)

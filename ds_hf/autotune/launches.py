@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.command import LENGTH, Command
+from ds_hf.autotune.command import LENGTH, Command, found_program
 from ds_hf.autotune.division import PIPE, division_of
 from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
@@ -262,7 +262,7 @@ class Launches:
         goes_on: bool = False,
     ) -> LaunchOutcome:
         options, self._there = self.options, None
-        whole = launch_words(options.launcher, self.problem.processes, words)
+        whole = launch_words(found_program(options.launcher), self.problem.processes, words)
         timeout = min(options.trial_timeout, overtime * max(LEAST_SECONDS, self.left))
         return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout, goes_on), watch)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_hf.autotune.command import Command, split_launcher
+from ds_hf.autotune.command import Command, found_program, split_launcher
 from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.earlier import forget, recall, remember
 from ds_hf.autotune.journal import JOURNAL
@@ -41,7 +41,7 @@ from ds_hf.autotune.result import Result, make_result
 from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import Search
 from ds_hf.autotune.summary import headline, summary_lines, write_result
-from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers
+from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers, processes_here
 from ds_hf.autotune.view import View
 from ds_hf.autotune.workers import try_workers
 from ds_hf.config.load import examine
@@ -79,6 +79,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     if launcher and options.processes:
         raise ConfigError(f"-n is for a script alone: {launcher[0]} says how many processes there are")
     options = replace(options, launcher=tuple(launcher) or options.launcher)
+    found_program(options.launcher)
     command = Command.parse(words, launcher=options.launcher)
     config = _config(command)
     options = options.with_section(config)
@@ -89,7 +90,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     if options.metric is Metric.LENGTH:
         command = with_option(command, options.length_option)
     check_names(options)
-    problem = Problem(command, config, options, options.processes or _processes())
+    problem = Problem(command, config, options, options.processes or processes_here())
     view = View(console or Console(), options, quiet=console is None)
     resumed = _prepare_folder(problem)
     with _what_is_there(problem, resumed):
@@ -218,13 +219,6 @@ def _check(options: Options) -> None:
         raise ConfigError(f"the batch interval {options.low_batch}:{options.high_batch} is empty")
     if options.low_micro > options.high_micro:
         raise ConfigError(f"the micro-batch interval {options.low_micro}:{options.high_micro} is empty")
-
-
-def _processes() -> int:
-    """One a GPU, or one."""
-    import torch  # only here: the command line starts without it
-
-    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
 
 
 @contextmanager

@@ -152,6 +152,13 @@ class Launch:
     goes_on: bool = False
 
 
+def processes_here() -> int:
+    """One a GPU, or one."""
+    import torch  # only here: the command line starts without it
+
+    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
+
+
 def launch_words(launcher: Sequence[str], processes: int, words: Sequence[str]) -> list[str]:
     """``words`` under torchrun, or behind the user's own launcher."""
     if launcher:

@@ -198,6 +198,8 @@ def docs_command(output: Output = None) -> None:
     if output is None:
         _write("\n".join(pages.values()), None, force=True)
         return
+    if output.suffix != ".md":
+        wrong_usage("--output names a page, which ends in .md; the others lie in a folder of its name")
     folder = output.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():

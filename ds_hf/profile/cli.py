@@ -59,7 +59,7 @@ def profile_command(
                 words,
                 folder,
                 steps=None if whole else steps,
-                processes=processes or _processes(),
+                processes=processes,
                 launcher=shlex.split(launcher),
                 budget=limit,
             )
@@ -123,9 +123,3 @@ def _as_json(verdict: Any) -> dict[str, Any]:
         ],
         "config": verdict.config,
     }  # fmt: skip
-
-
-def _processes() -> int:
-    import torch
-
-    return max(torch.cuda.device_count(), 1)

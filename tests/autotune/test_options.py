@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ds_hf.autotune.command import Command, split_launcher
+from ds_hf.autotune.command import Command, found_program, split_launcher
 from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
 from ds_hf.autotune.space import points
 from ds_hf.config.load import examine
@@ -81,6 +82,19 @@ def test_lines_of_launchers(line: str, launcher: str, rest: str) -> None:
 def test_a_launcher_needs_a_script() -> None:
     with pytest.raises(ConfigError, match=r"no script behind accelerate launch: it is what ends in \.py"):
         split_launcher(["accelerate", "launch", "--num_processes", "2"])
+
+
+def test_a_program_of_an_environment_that_is_not_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found_program(["torchrun", "train.py"]) == [str(folder / "torchrun"), "train.py"]
+    for missing in ("no-such-launcher", str(tmp_path / "torchrun")):
+        with pytest.raises(ConfigError, match=f"no program {missing}, neither in the PATH nor in {folder}"):
+            found_program([missing, "train.py"])
+    (tmp_path / "torchrun").write_text("#!/bin/sh\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    assert found_program(["torchrun"]) == ["torchrun"]
+    assert found_program([]) == []
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,10 @@ def test_the_documentation_is_current() -> None:
     found = {path.stem: path.read_text("utf-8") for path in (docs / "configuration").glob("*.md")}
     found[""] = (docs / "configuration.md").read_text("utf-8")
     assert found == pages, "renew them: ds-hf config docs -o docs/configuration.md"
+    for output in ("", "pages"):
+        result = run(app, ["config", "docs", "-o", output])
+        assert result.exit_code == 2
+        assert "--output names a page" in result.output
     listed = [name for name in pages if name and f"- configuration/{name}.md\n" in (ROOT / "mkdocs.yml").read_text()]
     assert listed == [name for name in pages if name], "mkdocs.yml lists each page"
 

@@ -87,6 +87,15 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('nothing to train')")
     (tmp_path / "ds.json").write_text(FILE)
+    line = [str(script), "--deepspeed", str(tmp_path / "ds.json")]
+    for words, said in (
+        (["-n", "2", "torchrun", "--nproc-per-node", "2", *line], "-n is for a script alone"),
+        (["--launcher", "srun", "torchrun", *line], "--launcher is for a script alone"),
+        (["--launcher", "no-such-launcher", *line], "there is no program no-such-launcher"),
+    ):
+        code, _, errors = run(*words)
+        assert code == 2
+        assert said in errors.replace("\n", " ")
     words = ["-n", "1", "-o", str(tmp_path / "file" / "out"), str(script), "--deepspeed", str(tmp_path / "ds.json")]
     (tmp_path / "file").write_text("")
     code, _, errors = run(*words)

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
-from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
+from ds_hf.autotune.lr.find import FindOptions, find, total_steps_in
 from ds_hf.autotune.lr.report import closing_line, report
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.autotune.options import seconds_of
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import complain
 from ds_hf.lr import LrOptions, LrResult
 from ds_hf.regular_files import replace_file
@@ -74,7 +74,7 @@ def lr_find_command(
     try:
         result = _find(command, FindOptions(search, output, processes, seconds), console)
         replace_file(page, report(result, command))
-    except (LrSearchError, OSError) as error:
+    except (DsHfError, OSError) as error:
         complain(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_hf.autotune.command import found_program
 from ds_hf.autotune.lr.summary import event_line
 from ds_hf.errors import DsHfError
 from ds_hf.host import has_gpu
@@ -167,7 +168,7 @@ def _with_this_python(command: Sequence[str]) -> list[str]:
         return [sys.executable, *command[1:]]
     if command[0] == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
-    return list(command)
+    return found_program(command)
 
 
 def total_steps_in(command: Sequence[str]) -> int | None:
