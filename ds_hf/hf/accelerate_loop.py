@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
+from ds_hf.engine.zero.grad_watch import GradientWatch
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
@@ -25,6 +26,7 @@ __all__ = ["begin", "wrap_loop", "wrap_steps"]
 
 _ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is open
 _MADE = "_ds_hf_steps_made"  # of the optimizer of an engine that accelerate drives: steps since optimizer.step()
+_WATCH = "_ds_hf_used_gradients"  # of the same: tells who looks for gradients after the step
 _ADDED_UP = "_ds_hf_added_up"  # of an engine: the number of micro-batches a step that accelerate gave it last
 
 
@@ -46,6 +48,7 @@ def wrap_steps(module: ModuleType) -> None:
         if isinstance(inner, torch.optim.Optimizer):
             inner._opt_called = True  # type: ignore[attr-defined]
         _tell_of_steps(wrapper.optimizer, gradients().sync_gradients)
+        _watch(wrapper.optimizer, made=False)
         step(wrapper)
         return loss
 
@@ -59,9 +62,11 @@ def wrap_steps(module: ModuleType) -> None:
         given = {"sync_gradients": True, **dict(zip(("loss", "sync_gradients"), args, strict=False)), **kwargs}
         given["sync_gradients"] &= not vars(wrapper.engine).get(_ADDING, False)
         _add_up(wrapper.engine, gradients().num_steps)
+        _watch(wrapper.engine.optimizer, made=False)
         result = wrapped(**given)
         state = vars(wrapper.engine.optimizer)
         state[_MADE] = state.get(_MADE, 0) + bool(given["sync_gradients"])
+        _watch(wrapper.engine.optimizer, made=given["sync_gradients"])
         return result
 
     module.DeepSpeedOptimizerWrapper.step = called  # schedules take it out of the method
@@ -89,6 +94,18 @@ def _tell_of_steps(optimizer: Any, synced: bool) -> None:
             "that came otherwise, which update nothing. Call accelerator.backward(loss), of the Accelerator that "
             "prepared the model, in place of loss.backward()"
         )
+
+
+def _watch(optimizer: Any, *, made: bool) -> None:
+    """Tell who looks for gradients from now on, as torch's clipping does, where ``accelerator.backward()`` has ``made``
+    the step with them; until ``optimizer.step()``."""
+    if not made and _WATCH not in vars(optimizer):
+        return
+    watch: GradientWatch = vars(optimizer).setdefault(_WATCH, GradientWatch("accelerator.backward()"))
+    watch.end()
+    watch.pause -= made
+    if made and watch.pause < 0:
+        watch.begin(buffer.buffer.params for buffer in optimizer.reducer.buffers)
 
 
 def _waiting(optimizer: Any) -> bool:

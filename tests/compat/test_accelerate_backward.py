@@ -72,11 +72,11 @@ def test_gradients_of_no_sync_are_added_up_at_every_stage() -> None:
             torch.testing.assert_close(found[stage][name], value, rtol=1e-4, atol=1e-6, msg=f"stage {stage}, {name}")
 
 
-def telling(way: str) -> list[str]:
+def telling(way: str, stage: int = 1) -> list[str]:
     forget_said()
     lines = Lines(logging.WARNING)
     logging.getLogger("ds_hf").addHandler(lines)
-    accelerator, model, optimizer, batches = prepared(1)
+    accelerator, model, optimizer, batches = prepared(stage)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # as the Trainer's: it takes step() for its own
     for index, batch in enumerate(batches):
         loss = loss_of(model, batch)
@@ -87,6 +87,10 @@ def telling(way: str) -> list[str]:
             accelerator.clip_grad_norm_(model.parameters(), math.inf, norm_type=1)
         if way == "a part":
             accelerator.clip_grad_norm_(model.head.parameters(), math.inf)
+        if way == "torch's clipping":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if way == "the module's":
+            model.zero_grad()
         if way != "some steps" or index % 2:
             optimizer.step()
         optimizer.zero_grad()
@@ -97,12 +101,18 @@ def telling(way: str) -> list[str]:
 
 
 def all_ways() -> dict[str, list[str]]:
-    return {way: telling(way) for way in ("as usual", "two losses", "some steps", "no steps", "the norm", "a part")}
+    ways = ("as usual", "two losses", "some steps", "no steps", "the norm", "a part", "the module's")
+    clipped = {f"clipped {stage}": telling("torch's clipping", stage) for stage in (0, 1, 3)}
+    return {way: telling(way) for way in ways} | clipped
 
 
 def test_several_backwards_for_a_step_are_told() -> None:
     found = run_user_code(all_ways)
-    assert found[0]["as usual"] == []
+    assert found[0]["as usual"] == found[0]["the module's"] == []
+    for stage in (0, 1, 3):
+        (told,) = found[0][f"clipped {stage}"]
+        assert "clip_grad_norm_() changes nothing after accelerator.backward()" in told
+        assert '"gradient_clipping": 0.05' in told
     for way in ("two losses", "some steps"):
         (told,) = found[0][way]
         assert "called once for 2 calls" in told

@@ -1,7 +1,8 @@
 """Gradients that are elsewhere.
 
 Between backward and the step the gradients of sharded plans are not in ``.grad``, and torch's clipping of nothing is
-silent. One parameter of a buffer is of a class that tells who asks for it then (``GradientWatch``).
+silent. One parameter of a buffer is of a class that tells who asks for it then (``GradientWatch``). So it is after the
+step where another call than ``step()`` makes it, as accelerate's ``backward()`` does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ds_hf.log import warn_once
 
 __all__ = ["GradientWatch"]
 
+_STEP = "_ds_step_made_by"  # on a parameter: the call that has made the step, which was not step()
 _GRAD = vars(torch._C.TensorBase)["grad"]
 _CLIPPING = torch.nn.utils.clip_grad.__name__
 
@@ -32,7 +34,7 @@ def _read_grad(param: Tensor) -> Tensor | None:
         name = str(reader.f_globals.get("__name__"))
         if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
             _tell_no_gradient(param, reader if name == _CLIPPING else None)
-        elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad":
+        elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad" and not hasattr(param, _STEP):
             warn_once(
                 f"zero_grad() between backward() and step() drops nothing (said once, for {name_of(param)}): in this "
                 "configuration gradients are in shards or another dtype, not in `.grad`, and the step is made with "
@@ -50,14 +52,21 @@ def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
     if clipping is not None and wanted == clips:
         return  # the step does what is asked for here
     what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
+    made_by: str = getattr(param, _STEP, "")
+    when = f"after {made_by}" if made_by else "between backward() and step()"
+    why = "that call has made the step" if made_by else _ELSEWHERE
+    how = f"model.backward(loss) in place of {made_by}, then " if made_by else ""
     warn_once(
-        f"{what} between backward() and step() (said once, for {name_of(param)}): in this configuration gradients are "
-        f"in shards or another dtype, not in `.grad`. The engine clips at its gradient_clipping, {clips:g} (0: never); "
-        f'write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the norm of all gradients '
-        "clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
-        "deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)",
+        f"{what} {when} (said once, for {name_of(param)}): {why}. The engine clips at its gradient_clipping, "
+        f'{clips:g} (0: never); write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the '
+        f"norm of all gradients clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
+        f"{how}deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)"
+        f"{', and model.step()' if made_by else ''}",
         about="gradients that are elsewhere",
     )
+
+
+_ELSEWHERE = "in this configuration gradients are in shards or another dtype, not in `.grad`"
 
 
 class _Watched(nn.Parameter):
@@ -83,6 +92,9 @@ class GradientWatch:
     """Tells who reads the ``.grad`` of a parameter: in the first steps of the first of each buffer, then of all in
     turns, one every ``EVERY`` backwards.
 
+    Args:
+        made_by: the call that has made the step when this begins, with whose name it is told.
+
     Attributes:
         pause: for so many backwards there is nothing to begin.
         watched: the parameters, while there is something to end.
@@ -90,13 +102,14 @@ class GradientWatch:
 
     EVERY = 16
 
-    def __init__(self) -> None:
+    def __init__(self, made_by: str = "") -> None:
+        self.made_by = made_by
         self.pause = 0
         self.watched: list[nn.Parameter] = []
         self._steps, self._turn = 3, 0
 
     def begin(self, buffers: Iterable[Sequence[nn.Parameter]]) -> None:
-        """Gradients are complete, and elsewhere, of the parameters of ``buffers``."""
+        """Gradients of the parameters of ``buffers`` are complete, and elsewhere or used."""
         if self._steps:
             chosen = [params[0] for params in buffers]
             self._steps -= 1
@@ -108,11 +121,14 @@ class GradientWatch:
         for param in chosen:
             if type(param) in _WATCHING:
                 param.__class__ = _WATCHING[type(param)]
+                if self.made_by:
+                    setattr(param, _STEP, self.made_by)
                 self.watched.append(param)
 
     def end(self) -> None:
         """Before the step, or when gradients are dropped; parameters are ordinary, or notice reads until their use."""
         for param in self.watched:
+            vars(param).pop(_STEP, None)
             for ordinary, watching in _WATCHING.items():
                 if type(param) is watching:
                     param.__class__ = ordinary
