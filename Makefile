@@ -14,6 +14,24 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input --
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
 STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; grep ^__version__ ds_hf/__init__.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
 
+# What ds_hf, its tests and its site need: pip would build ds_hf once more to know.
+define NEEDS
+try: import tomllib
+except ImportError: from pip._vendor import tomli as tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *(one for extra in ("dev", "docs") for one in project["optional-dependencies"][extra]), sep="\n")
+endef
+export NEEDS
+
+define COLLECT
+import importlib, pytest, sys
+code = pytest.main(["--collect-only", "-q"])
+import tests.helpers.distributed as t
+[*map(importlib.import_module, t.PRELOAD)]
+sys.exit(code)
+endef
+export COLLECT
+
 # The C++ library in the checkout; without a compiler the file says so and nothing else changes.
 LIBRARY := ds_hf/engine/ops/_lib/BUILD.txt
 
@@ -40,10 +58,11 @@ $(STAMP):
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
 	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/' -e '/^(nvidia|cuda|triton)/d') \
 	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/' -e '/^(trl|tokenizers|huggingface.hub|hf.xet|accelerate|peft)=/d') constraints.txt > $(PINS))
-	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))"
-	@$(PIP) -e '.[dev,docs]'
-	@# What tests start with is compiled here, and not by each of them at once; all of every package takes three times as long.
-	@$(BIN)/python -c 'import importlib, tests.helpers.distributed as t; [*map(importlib.import_module, t.PRELOAD)]'
+	@# The C++ library is compiled beside; what pip would say in between of what is not there yet has no meaning.
+	@$(PIP) --no-deps -e . & built=$$!; \
+	$(PIP) --no-warn-conflicts "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))" && \
+	$(BIN)/python -c "$$NEEDS" > $(VENV)/needs.txt && $(PIP) --no-warn-conflicts -r $(VENV)/needs.txt; needed=$$?; \
+	wait $$built && exit $$needed
 	@touch $@
 
 $(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
@@ -56,18 +75,20 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for three minutes, train a sma
 
 # Lint and docs hold for one release of their tools, that of constraints.txt.
 test: $(STAMP) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
-	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,docs) collect
-	@# mypy takes one core for a minute: beside the tests, which wait for processes half of the time; what it says comes last
+	@# mypy takes one core for half a minute: beside the rest, which waits for processes half of the time; what it says
+	@# comes last
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
 	@# two cores
 	@said=$$(mktemp); $(if $(NEWEST)$(OTHER),true,$(MAKE) --no-print-directory lint) >$$said 2>&1 & lint=$$!; \
 	trap 'kill $$lint 2>/dev/null; rm -f $$said' EXIT; \
+	$(MAKE) --no-print-directory -j2 $(if $(NEWEST)$(OTHER),,docs) collect || exit 1; \
 	$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"; tested=$$?; \
 	wait $$lint; linted=$$?; cat $$said; exit $$((tested || linted))
 
 collect: $(STAMP) $(LIBRARY)
-	@# pytest compiles each test file with its asserts spelled out: once here, and not in each worker at once
-	@said=$$($(BIN)/pytest --collect-only -q) || { echo "$$said" | grep -v ::; exit 1; }
+	@# What tests start with is compiled here, and test files with their asserts spelled out, and not by each worker at
+	@# once; all of every package takes three times as long.
+	@said=$$($(BIN)/python -c "$$COLLECT") || { echo "$$said" | grep -v ::; exit 1; }
 
 test-room: $(STAMP) $(LIBRARY) ## ROOM=engine/zero: the tests of one room that are not slow, its contract tests, mypy
 	@$(BIN)/python -m tests.tools.room "$(ROOM)"
