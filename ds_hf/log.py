@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -76,6 +77,7 @@ def log_once(message: str, level: int = logging.INFO, *, everywhere: bool = Fals
             logger.log(level, "%s", message)
 
 
+@functools.cache
 def own_version() -> str:
     """Of ds_hf, as it is installed."""
     try:

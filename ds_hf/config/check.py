@@ -292,9 +292,7 @@ _LARGEST = 2**63 - 1
 def normalise(draft: Draft) -> None:
     """Convert what can be converted in ``draft.tree``."""
     texts: list[str] = []
-    for path, node in walk_for(draft.tree):
-        if not draft.has(path):
-            continue
+    for path, node in draft.present():
         parent = draft.get(path[:-1])
         value = parent[path[-1]]
         if isinstance(value, list):
@@ -373,8 +371,8 @@ def rename(draft: Draft) -> None:
     _drop_dotted(draft)
     _drop_comments(draft, draft.tree, load_schema(), ())
     _shorthands(draft)
-    for path, node in walk_for(draft.tree):
-        if not is_other_name(node) or not draft.has(path):
+    for path, node in draft.present():
+        if not is_other_name(node):
             continue
         if "x-alias-of" in node:
             _join(draft, path, node)

@@ -189,9 +189,12 @@ def provenance(draft: Draft) -> dict[str, Origin]:
     """Where each effective value came from, by pointer, in the order of the schema."""
     result: dict[str, Origin] = {}
     for path, node in walk_for(draft.tree):
-        if is_other_name(node) or ("properties" in node and draft.get(path) != {}) or path[0] == "$schema":
+        if is_other_name(node) or path[0] == "$schema":
             continue
-        parent = draft.get(path[:-1])
+        given = path[0] in draft.tree  # few sections are
+        if "properties" in node and not (given and draft.get(path) == {}):
+            continue
+        parent = draft.get(path[:-1]) if given else None
         pointer = pointer_of(path)
         if isinstance(parent, dict) and path[-1] in parent:
             result[pointer] = _origin(draft, pointer, parent[path[-1]], node)

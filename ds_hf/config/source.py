@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from ds_hf.config.parse import MAX_DEPTH, Parsed, parse
 from ds_hf.config.presets import PRESETS, preset
+from ds_hf.config.schema import Node, escape, pointer_of, walk_for
 from ds_hf.config.schema import Path as Keys
-from ds_hf.config.schema import escape, pointer_of
 from ds_hf.config.types.root import Origin
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.regular_files import TEXT_NBYTES, read_regular
@@ -278,6 +278,12 @@ class Draft:
         """Whether the key at ``path`` is present."""
         parent = self.get(path[:-1])
         return isinstance(parent, dict) and path[-1] in parent
+
+    def present(self) -> Iterator[tuple[Keys, Node]]:
+        """``walk_for`` of the keys that are there when they are come to: of most sections none is."""
+        for path, node in walk_for(self.tree):
+            if path[0] in self.tree and self.has(path):
+                yield path, node
 
     def put(self, path: Keys, value: Any, origin: Origin) -> bool:
         """Set ``path``, making the objects around it; False when a parent is no object."""

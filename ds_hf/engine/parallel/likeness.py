@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import weakref
@@ -88,18 +89,34 @@ def describe_scheduler(scheduler: Any) -> dict[str, str]:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if dataclasses.is_dataclass(value):
-        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    fields = _compared(type(value))
+    if fields is not None:
+        items = [(name, getattr(value, name)) for name in fields]
     elif isinstance(value, Mapping):
-        items = sorted((str(key), each) for key, each in value.items())
+        items = [item for item in sorted((str(key), each) for key, each in value.items()) if _is_common(item[0])]
     else:
         yield prefix, repr(value)
         return
     if prefix:
         yield prefix, "given"
     for name, each in items:
-        if name not in _OWN and not _PLACES.search(name):
-            yield from _leaves(each, f"{prefix}/{name.rstrip('_')}" if prefix else name.rstrip("_"))
+        place = f"{prefix}/{name.rstrip('_')}" if prefix else name.rstrip("_")
+        if isinstance(each, _PLAIN):  # nearly all are
+            yield place, repr(each)
+        else:
+            yield from _leaves(each, place)
+
+
+@functools.cache
+def _compared(kind: type[Any]) -> list[str] | None:
+    """The fields of a dataclass that are compared."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return [field.name for field in dataclasses.fields(kind) if _is_common(field.name)]
+
+
+def _is_common(name: str) -> bool:
+    return name not in _OWN and not _PLACES.search(name)
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, str]]:
