@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.helpers.interpreter import python
 
 # What a script has of `deepspeed`, by either name; `served` is the module that `ds_hf` took it from.
@@ -69,9 +67,11 @@ ROOMS = ("checkpoint", "compression", "inference", "launcher")  # called like mo
 _REAL = _REFUSED.replace("import deepspeed.runtime\n", "")
 
 
-def _run(code: str, **more: str) -> Any:
+def _run(code: str, *words: str, **more: str) -> Any:
     environment = {**os.environ, "PYTHONPATH": "", **more}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -116,19 +116,32 @@ def test_beside_a_real_deepspeed_the_modules_are_still_those_of_ds_hf(tmp_path: 
     assert found["told"]["import ds_hf.nonsense"] == ["ModuleNotFoundError", "No module named 'ds_hf.nonsense'"]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_answer_without_the_stand_in_for_their_own_modules(room: str) -> None:
-    code = f"""
-import json, sys
-import ds_hf.{room} as room
-import pkgutil
-before = "deepspeed" in sys.modules
-asked = [hasattr(room, info.name) for info in pkgutil.iter_modules(room.__path__)]
-print(json.dumps(["deepspeed" in sys.modules and not before, len(asked)]))
+_EACH_ROOM = """
+import importlib, json, os, pkgutil, sys
+import torch  # once for all: each room is imported in a fork
+
+assert not {"deepspeed", *(f"ds_hf.{name}" for name in sys.argv[1:])} & set(sys.modules)
+told = {}
+for name in sys.argv[1:]:
+    end, begin = os.pipe()
+    if not os.fork():
+        room = importlib.import_module(f"ds_hf.{name}")
+        before = "deepspeed" in sys.modules
+        asked = [hasattr(room, info.name) for info in pkgutil.iter_modules(room.__path__)]
+        os.write(begin, json.dumps(["deepspeed" in sys.modules and not before, len(asked)]).encode())
+        os._exit(0)
+    os.close(begin)
+    told[name] = json.loads(os.read(end, 1000))
+print(json.dumps(told))
 """
-    loaded, asked = _run(code)
-    assert not loaded
-    assert asked > 3
+
+
+def test_rooms_answer_without_the_stand_in_for_their_own_modules() -> None:
+    told = _run(_EACH_ROOM, *ROOMS)
+    assert set(told) == set(ROOMS)
+    for room, (loaded, asked) in told.items():
+        assert not loaded, room
+        assert asked > 3, room
 
 
 _IN_THREADS = """
