@@ -8,6 +8,7 @@ answers hold for releases that come later.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Collection, Iterator
@@ -51,17 +52,18 @@ def lacking() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for target, reason in autoload.unfit_hooks().items():
         found.setdefault(target.partition(".")[0], []).append(f"{target} ({reason})")
-    for module, name in sorted(set(_imports(Path(ds_hf.__file__).parent))):
+    for module, name in _imports(Path(ds_hf.__file__).parent):
         if not _has(module, name):
             found.setdefault(module.partition(".")[0], []).append(f"{module}.{name}")
     return found
 
 
-def _imports(folder: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def _imports(folder: Path) -> list[tuple[str, str]]:
     """Modules and names of every ``from module import name``, but those that may fail."""
     here = [name for name in _READ if find_spec(name) is not None]
-    for path in folder.rglob("*.py"):
-        yield from _imports_in(ast.parse(path.read_bytes()), here)
+    trees = (ast.parse(path.read_bytes()) for path in folder.rglob("*.py"))
+    return sorted({found for tree in trees for found in _imports_in(tree, here)})
 
 
 def _imports_in(tree: ast.AST, packages: Collection[str]) -> Iterator[tuple[str, str]]:

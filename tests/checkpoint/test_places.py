@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from ds_hf.checkpoint.zero_to_fp32 import (
 from ds_hf.engine.checkpoint import load as loading
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
+from tests.helpers.interpreter import python
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +182,8 @@ def test_what_may_not_be_read(original: Path) -> None:
             for path in (home, *home.rglob("*")):
                 path.chmod(0o755)
             (home / name).chmod(0)
-        command = [sys.executable, "-c", PROBE, *(str(root / str(number)) for number in range(len(names)))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = python("-c", PROBE, *(str(root / str(number)) for number in range(len(names))))
+        assert done.returncode == 0, done.stderr
         for number in range(len(names)):
             lines = [line for line in done.stdout.splitlines() if str(root / str(number)) in line]
             assert len(lines) == 2, (names[number], done.stdout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +21,7 @@ from ds_hf.config import load_config
 from ds_hf.config.types.root import MeshShape
 from ds_hf.errors import ConfigError
 from tests.compression.common import Net, batches, config, logged, method, net, run
+from tests.helpers.interpreter import python
 
 ROWS = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], [["fc2"]])}
 SCORES = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], method="topk", schedule_offset=0)}
@@ -280,8 +279,7 @@ def test_torchs_kernel_for_evaluation_gives_way() -> None:
 
 def test_the_module_is_there_when_it_is_asked_for() -> None:
     code = "import deepspeed, sys; assert 'ds_hf.compression' not in sys.modules; print(deepspeed.compression.compress)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "compat/deepspeed/compression/compress.py" in told
+    assert "compat/deepspeed/compression/compress.py" in python("-c", code).stdout
 
 
 def test_a_scheduler_needs_a_model_that_is_prepared() -> None:
