@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ import torch
 from ds_hf.config.types import CsvMonitorSection
 from ds_hf.engine.observe.monitor import CsvMonitor
 from ds_hf.errors import ConfigError, DsHfError
+from tests.helpers.distributed import DistributedFailure
+from tests.helpers.interpreter import python
 
 
 def section(folder: Path, enabled: bool = True) -> CsvMonitorSection:
@@ -54,8 +54,8 @@ for x in range(3):
     monitor.write_events([("a", x / 4, x)])
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -9
+    with pytest.raises(DistributedFailure, match="exit code -9 "):
+        python("-c", code)
     assert (tmp_path / "run" / "a.csv").read_text().splitlines() == ["step,a", "0,0.0", "1,0.25", "2,0.5"]
 
 
