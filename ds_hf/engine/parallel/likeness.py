@@ -89,32 +89,24 @@ def describe_scheduler(scheduler: Any) -> dict[str, str]:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    fields = _compared(type(value))
-    if fields is not None:
-        items = [(name, getattr(value, name)) for name in fields]
+    if isinstance(value, _PLAIN):  # nearly all are, and the questions below take longer
+        yield prefix, repr(value)
+        return
+    if dataclasses.is_dataclass(value):
+        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     elif isinstance(value, Mapping):
-        items = [item for item in sorted((str(key), each) for key, each in value.items()) if _is_common(item[0])]
+        items = sorted((str(key), each) for key, each in value.items())
     else:
         yield prefix, repr(value)
         return
     if prefix:
         yield prefix, "given"
     for name, each in items:
-        place = f"{prefix}/{name.rstrip('_')}" if prefix else name.rstrip("_")
-        if isinstance(each, _PLAIN):  # nearly all are
-            yield place, repr(each)
-        else:
-            yield from _leaves(each, place)
+        if _is_common(name):
+            yield from _leaves(each, f"{prefix}/{name.rstrip('_')}" if prefix else name.rstrip("_"))
 
 
-@functools.cache
-def _compared(kind: type[Any]) -> list[str] | None:
-    """The fields of a dataclass that are compared."""
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return [field.name for field in dataclasses.fields(kind) if _is_common(field.name)]
-
-
+@functools.lru_cache(4096)
 def _is_common(name: str) -> bool:
     return name not in _OWN and not _PLACES.search(name)
 
