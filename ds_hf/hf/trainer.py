@@ -7,7 +7,7 @@
   ``train()`` returns when the last one is, and none is uploaded before it is.
 - what it resumes from is whole, and of one save: see ``hf.resuming``.
 - ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest and of
-  parts; tokens and operations of processes that share layers, which have the same samples.
+  parts; tokens, operations and predictions of processes that share layers, which have the same samples.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
@@ -62,6 +62,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "get_num_trainable_parameters": _count_trainable,
         "_track_num_input_tokens": _count_tokens_once,
         "floating_point_ops": _count_operations_once,
+        "evaluation_loop": _take_samples_once,
     }
     for name, hook in hooks.items():
         wrap(module, f"Trainer.{name}", hook)
@@ -277,6 +278,20 @@ def _count_tokens_once(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
     before = trainer.state.num_input_tokens_seen
     wrapped(*args, **kwargs)
     trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // _sharing(trainer)
+
+
+def _take_samples_once(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``Seq2SeqTrainer`` gathers what every process has, for metrics and predictions as well."""
+    sharing, gather = _sharing(trainer), trainer.accelerator.gather
+    if sharing == 1 or trainer.gather_function != gather:
+        return wrapped(*args, **kwargs)
+    from accelerate.utils import recursively_apply
+
+    def first(whole: Any) -> Any:
+        return whole.unflatten(0, (trainer.args.world_size // sharing, sharing, -1))[:, 0].flatten(0, 1)
+
+    trainer.gather_function = lambda tensors: recursively_apply(first, gather(tensors))
+    return wrapped(*args, **kwargs)
 
 
 def _count_operations_once(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Seq2SeqTrainer
 
 from tests.compat.common import run_user_code
 from tests.compat.scripts.trainer_script import Sentences
@@ -121,6 +121,35 @@ def test_metrics_of_logits_and_smoothed_labels(smoothing: float, tmp_path: Path)
     plain = run_user_code(looking, str(tmp_path / "alone"), 1, smoothing, world_size=1)[0]
     for found in run_user_code(looking, str(tmp_path / "shared"), 2, smoothing, world_size=2):
         assert_equal_histories((plain, {1: found}), tolerance=1e-4)  # norms, after AdamW has magnified rounding
+
+
+def score(prediction: Any) -> dict[str, float]:
+    """How many there are, and a number that each token of each counts for."""
+    tokens = torch.tensor(prediction.predictions).double()
+    return {"samples": len(tokens), "sum": float((tokens * torch.arange(1, tokens.shape[1] + 1)).sum())}
+
+
+def generating(folder: str, tensor: int) -> tuple[list[Any], Any]:
+    deepspeed = settings(1, tensor) if tensor > 1 else None
+    model = tiny_llama()
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    more = {**ARGUMENTS, "max_steps": 2, "samples": 8}
+    more |= {"predict_with_generate": True, "generation_max_length": 20, "eval_steps": 1}
+    given = {"model": model, "compute_metrics": score, "eval_dataset": Sentences(5, seed=2)}
+    trainer = make_trainer(folder, deepspeed, trainer_class=Seq2SeqTrainer, trainer_arguments=given, **more)
+    trainer.train()
+    found = trainer.predict(Sentences(5, seed=3))
+    return [entry for entry in trainer.state.log_history if "eval_sum" in entry], found.predictions.tolist()
+
+
+def test_generated_samples_are_taken_once(tmp_path: Path) -> None:
+    """``Seq2SeqTrainer`` gathers what every process has: there were as many copies as processes."""
+    evaluated, predicted = run_user_code(generating, str(tmp_path / "alone"), 1, world_size=1)[0]
+    for other, found in run_user_code(generating, str(tmp_path / "shared"), 2, world_size=2):
+        assert found == predicted
+        for ours, theirs in zip(other, evaluated, strict=True):
+            for name in ("eval_samples", "eval_sum", "eval_loss"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 def saved_and_resumed(folder: str, stage: int) -> tuple[list[Any], list[Any], Any]:

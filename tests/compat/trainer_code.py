@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.compat.common import AUTO_BATCH, largest_difference, steps
 from tests.compat.scripts.trainer_script import Sentences
@@ -73,7 +80,8 @@ def arguments(folder: str | Path, deepspeed: Mapping[str, Any] | str | None = No
     """TrainingArguments for a run in ``folder``."""
     start_afresh()
     place: dict[str, Any] = PLAIN_ARGUMENTS if deepspeed is None else {"deepspeed": _own(deepspeed)}
-    return TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **place, **more})
+    kind = Seq2SeqTrainingArguments if "predict_with_generate" in more else TrainingArguments
+    return kind(output_dir=str(folder), **{**ARGUMENTS, **place, **more})
 
 
 def make_trainer(

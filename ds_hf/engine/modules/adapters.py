@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.quantized.layers import QuantizedWeight, computes_blocks
+from ds_hf.engine.zero.at_rest import use
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.unit import in_backward
 from ds_hf.log import log_once
@@ -185,6 +187,7 @@ class AdaptedLayer:
         dropped = [None if each.dropout is None else each.dropout(x.to(each.first.dtype)) for each in of_each]
         _, weights, biases, firsts, seconds, _, _, magnitudes = zip(*of_each, strict=True)
         operands = Operands(weights, biases, firsts, seconds, dropped, magnitudes)
+        use(chain(weights, biases, firsts, seconds, magnitudes))
         outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
             layer.ready = _Ready(x, modes, each, each.states(), out)

@@ -34,6 +34,7 @@ __all__ = [
     "name_of",
     "tell_lost_write",
     "tensors_of",
+    "use",
     "wake",
 ]
 
@@ -392,6 +393,15 @@ for _name in {*_CASTS, "cpu", "cuda"} - {"detach"}:
     setattr(Released, _name, _casting(_name))
 
 
+def use(tensors: Iterable[Tensor | None]) -> None:
+    """``tensors``, of any shape and dtype, are computed with, beside others, which an autograd function does not show:
+    an engine whose model is being called gathers those that rest."""
+    for tensor in tensors:
+        if isinstance(tensor, Noticed):
+            for hooks in tensor._ds_home.buffer.users:  # type: ignore[attr-defined]
+                hooks.on_use(tensor)
+
+
 class Noticed(Released):
     """As ``Released``; functions of torch are noticed, too, for which every access to an attribute takes longer: so
     all parameters of a buffer rest as this at first, and later one of them at times. A function that is given other
@@ -407,8 +417,8 @@ class Noticed(Released):
             if name.endswith("_") and not name.endswith("__") and tensors_of(Noticed, args[:1] or kwargs):
                 _tell_write(param, f"`{name}()`")
             else:
-                for hooks in param._ds_home.buffer.users if any(not isinstance(t, AtRest) for t in given) else ():
-                    hooks.on_use(param)
+                if any(not isinstance(t, AtRest) for t in given):
+                    use([param])
                 if isinstance(param, AtRest):
                     _tell_read(param, f"`{name}()`")
         with torch._C.DisableTorchFunctionSubclass():

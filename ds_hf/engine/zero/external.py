@@ -172,7 +172,7 @@ class ExternalParameters:
 
 # in texts of torch
 _EMPTY_OPERAND = re.compile(
-    r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)|shape \[0\]|vec \(0\)|got 1-D tensor"
+    r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)|shape \[0\]|vec \(0\)|must be a matrix"
 )
 _PENALTY = (
     "between calls of the model, so a penalty on weights is made of nothing there. Compute it inside `with "

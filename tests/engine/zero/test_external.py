@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -177,9 +178,11 @@ def data(steps: int, micro: int = 1) -> Tensor:
     return token_batches(steps, micro, dist.get_world_size(), 2, 5, vocab=VOCAB)
 
 
-def build(way: str, kind: str = "untied") -> Reader:
+def build(way: str, kind: str = "untied") -> Any:
     planning.LARGE_LEAF_NUMEL = VOCAB * WIDTH  # the head is a unit of its own
     torch.manual_seed(4)
+    if kind == "adapters":
+        return get_peft_model(Reader(way), LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights="gaussian"))  # type: ignore[arg-type]
     return Reader(way, **KINDS[kind])
 
 
@@ -281,6 +284,7 @@ def from_later_on(evaluation: bool) -> str:
 
 def all_from_later_on() -> None:
     assert from_later_on(evaluation=True) == ""
+    assert wrong({"adapters": outcome("inside", "adapters")}) == {}
     assert "Call the block, or deepspeed.zero.register_external" in from_later_on(evaluation=False)
 
 
