@@ -492,7 +492,7 @@ def _fp32_if_true(value: Any, draft: Draft) -> Any:
 def _moq(value: Any, draft: Draft) -> Any:
     from ds_hf.config.compression import from_moq  # few files have the section
 
-    section = from_moq(value, draft)
+    section = None if value is None else from_moq(value, draft)
     return _SKIP if section is None else section
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,9 +60,30 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
+def test_nothing_at_every_key() -> None:
+    for path in PATHS:
+        tree: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+        put(tree, path, None)
+        attempt(tree, world_size=2)
+
+
+CHANGES = st.lists(st.tuples(st.sampled_from(PATHS), ANY), min_size=1, max_size=4)
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(st.sampled_from(PATHS), ANY), min_size=1, max_size=4), st.booleans())
+@given(CHANGES, st.booleans())
 def test_any_value_at_any_key(changes: list[tuple[Path, Any]], allow_auto: bool) -> None:
+    attempt_changed(changes, allow_auto)
+
+
+@pytest.mark.slow  # others each time; those above are the same in each run
+@settings(max_examples=3000, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CHANGES, st.booleans())
+def test_further_values_at_any_key(changes: list[tuple[Path, Any]], allow_auto: bool) -> None:
+    attempt_changed(changes, allow_auto)
+
+
+def attempt_changed(changes: list[tuple[Path, Any]], allow_auto: bool) -> None:
     tree: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     for path, value in changes:
         put(tree, path, copy.deepcopy(value))

@@ -25,6 +25,7 @@ __all__ = ["GradientWatch"]
 _STEP = "_ds_step_made_by"  # on a parameter: the call that has made the step, which was not step()
 _GRAD = vars(torch._C.TensorBase)["grad"]
 _CLIPPING = torch.nn.utils.clip_grad.__name__
+_AWARE = ("torch", "ds_hf", "accelerate", "transformers")  # what these find without values they leave to the engine
 
 
 def _read_grad(param: Tensor) -> Tensor | None:
@@ -32,7 +33,7 @@ def _read_grad(param: Tensor) -> Tensor | None:
     if grad is None:
         reader = sys._getframe(1)
         name = str(reader.f_globals.get("__name__"))
-        if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
+        if name == _CLIPPING or name.partition(".")[0] not in _AWARE:
             _tell_no_gradient(param, reader if name == _CLIPPING else None)
         elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad" and not hasattr(param, _STEP):
             warn_once(
