@@ -20,7 +20,7 @@ from ds_hf.errors import ConfigError, Fault
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["LENGTH", "Command", "found_program", "split_launcher"]
+__all__ = ["LENGTH", "Command", "choose_launcher", "found_program", "split_launcher"]
 
 HF_MAPPINGS = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -75,19 +75,35 @@ def split_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
     raise ConfigError(f"no script behind {' '.join(words[:begin])}: it is what ends in .py, or follows -m")
 
 
-def found_program(words: Sequence[str]) -> list[str]:
-    """``words``, whose first is a program: one that is not in the PATH is that beside this Python, whose environment
-    need not be active.
+def choose_launcher(words: Sequence[str], given: Sequence[str], processes: int | None) -> tuple[list[str], list[str]]:
+    """As ``split_launcher``, or with the launcher that an option has ``given``.
 
     Raises:
-        ConfigError: it is in neither.
+        ConfigError: there are two launchers, or one beside ``processes``; there is no such program, or no script.
+    """
+    launcher, words = split_launcher(words)
+    if launcher and given:
+        raise ConfigError(f"--launcher, and {launcher[0]} before the script: give one of them")
+    if launcher and processes:
+        raise ConfigError(f"-n is for a script alone: {launcher[0]} says how many processes there are")
+    launcher = launcher or list(given)
+    found_program(launcher)  # so that its absence is told before anything starts
+    return launcher, words
+
+
+def found_program(words: Sequence[str]) -> list[str]:
+    """``words``, whose first is a program. One that is not on the PATH is looked for beside this Python, whose
+    environment need not be active.
+
+    Raises:
+        ConfigError: it is in neither place.
     """
     if not words or shutil.which(words[0]) is not None:
         return list(words)
     beside = Path(sys.executable).with_name(Path(words[0]).name)
     if str(Path(words[0]).parent) == "." and shutil.which(beside) is not None:
         return [str(beside), *words[1:]]
-    raise ConfigError(f"there is no program {words[0]}, neither in the PATH nor in {beside.parent}")
+    raise ConfigError(f"there is no program {words[0]} on the PATH or in {beside.parent}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ds_hf.autotune.command import Command, found_program, split_launcher
+from ds_hf.autotune.command import Command, choose_launcher
 from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.earlier import forget, recall, remember
 from ds_hf.autotune.journal import JOURNAL
@@ -73,13 +73,8 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
         ConfigError: the command, the file or an option is wrong.
         DsHfError: the script fails by itself, or nothing could be measured.
     """
-    launcher, words = split_launcher(words)
-    if launcher and options.launcher:
-        raise ConfigError(f"--launcher, and {launcher[0]} before the script: give one of them")
-    if launcher and options.processes:
-        raise ConfigError(f"-n is for a script alone: {launcher[0]} says how many processes there are")
-    options = replace(options, launcher=tuple(launcher) or options.launcher)
-    found_program(options.launcher)
+    launcher, words = choose_launcher(words, options.launcher, options.processes)
+    options = replace(options, launcher=tuple(launcher))
     command = Command.parse(words, launcher=options.launcher)
     config = _config(command)
     options = options.with_section(config)

@@ -79,7 +79,7 @@ def wrap_plugin(module: ModuleType) -> None:
 
 
 def _chosen_by_engine(key: str) -> bool:
-    """Whether the engine itself settles an "auto" of the dotted ``key``, so that nobody has to fill it in."""
+    """Whether the engine resolves an "auto" of the dotted ``key`` itself, so that nobody has to fill it in."""
     node = load_schema()
     for part in key.split("."):
         node = node.get("properties", {}).get(part, {})

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.command import Command, found_program, split_launcher
+from ds_hf.autotune.command import Command, choose_launcher, found_program
 from ds_hf.autotune.trial import launch_words, processes_here
 from ds_hf.config import load_config
 from ds_hf.engine.observe.report.files import rank_path, require_writable
-from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.errors import DsHfError
 from ds_hf.measure.saving import PROFILE_ENV
 from ds_hf.processes import end_program, start_program
 from ds_hf.profile.load import SOURCE, Rank, StepRecord, read_run
@@ -64,11 +64,7 @@ def record(
         ConfigError: the command or its configuration is wrong, or nothing can be written into ``folder``.
         DsHfError: the script ended before any step was recorded; with the end of its output.
     """
-    before, words = split_launcher(words)
-    if before and (launcher or processes):
-        given = "--launcher is" if launcher else "-n is"
-        raise ConfigError(f"{given} for a script alone: {before[0]} says how it is started")
-    launcher = found_program(before or launcher)
+    launcher, words = choose_launcher(words, launcher, processes)
     command = Command.parse(words, launcher=launcher)
     folder = require_writable(folder, "--output")
     for old in folder.glob("rank_*.jsonl"):
@@ -79,7 +75,7 @@ def record(
     config = folder / "ds_config.json"
     replace_file(config, json.dumps(_recording(written, folder), indent=2) + "\n")
     environment = {**os.environ, **({PROFILE_ENV: str(steps)} if steps is not None else {})}
-    started = launch_words(launcher, processes or processes_here(), command.words(config))
+    started = launch_words(found_program(launcher), processes or processes_here(), command.words(config))
     (folder / LOG).unlink(missing_ok=True)  # it may be a link
     with (folder / LOG).open("xb") as log:
         process = start_program(started, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -89,7 +89,7 @@ def test_a_program_of_an_environment_that_is_not_active(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path))
     assert found_program(["torchrun", "train.py"]) == [str(folder / "torchrun"), "train.py"]
     for missing in ("no-such-launcher", str(tmp_path / "torchrun")):
-        with pytest.raises(ConfigError, match=f"no program {missing}, neither in the PATH nor in {folder}"):
+        with pytest.raises(ConfigError, match=f"no program {missing} on the PATH or in {folder}"):
             found_program([missing, "train.py"])
     (tmp_path / "torchrun").write_text("#!/bin/sh\n")
     (tmp_path / "torchrun").chmod(0o755)

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     line = [str(script), "--deepspeed", str(tmp_path / "ds.json")]
     for words, said in (
         (["-n", "2", "torchrun", "--nproc-per-node", "2", *line], "-n is for a script alone"),
-        (["--launcher", "srun", "torchrun", *line], "--launcher is for a script alone"),
+        (["--launcher", "srun", "torchrun", *line], "--launcher, and torchrun before the script: give one of them"),
         (["--launcher", "no-such-launcher", *line], "there is no program no-such-launcher"),
     ):
         code, _, errors = run(*words)

@@ -202,9 +202,10 @@ def explain_uncalled(error: RuntimeError, units: Iterable[Unit]) -> None:
         notice_anew(units)
         if sys.version_info >= (3, 11):
             error.add_note(
-                "ds_hf: at ZeRO stage 3 parameters have values while the block that holds them is called. Other uses "
-                "are noticed in the first calls of the model in training and in evaluation, and in the next one. "
-                "Call the block, or deepspeed.zero.register_external_parameter(model, parameter) before training"
+                "ds_hf: if the empty tensor is a parameter: at ZeRO stage 3 it has values only while the block that "
+                "holds it is called. Other uses are noticed in the first calls of the model in training and in "
+                "evaluation, and in the next one. Call the block, or deepspeed.zero.register_external_parameter(model, "
+                "parameter) before training"
             )
 
 
