@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,14 @@ def by_torch(recipe: Recipe, world: int) -> tuple[list[list[float]], dict[str, T
             for param in model.parameters():
                 assert param.grad is not None
                 param -= LR * param.grad
-    return losses, {name: param.detach() for name, param in model.named_parameters()}
+    return losses, {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
 def by_engines(fields: dict[str, Any], cells: list[tuple[int, Any]]) -> list[Any]:
     found = []
     for stage, aim in cells:
         model, theirs = student(), teacher()
-        before = {name: value.clone() for name, value in theirs.state_dict().items()}
+        before = {name: value.cpu().clone() for name, value in theirs.state_dict().items()}
         of = theirs if aim is None else teacher_engine(theirs, **aim)
         handle = distill(model, of, **fields)
         sgd = {"type": "SGD", "params": {"lr": LR}}
@@ -144,15 +144,19 @@ def by_engines(fields: dict[str, Any], cells: list[tuple[int, Any]]) -> list[Any
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_processes_at_every_stage_are_torch_on_one(name: str) -> None:
+    check(name, by_engines)
+
+
+def check(name: str, train: Callable[..., list[Any]], within: float = 2e-5, backend: str = "gloo") -> None:
     """The teacher is a module, whole, divided, and in host memory."""
     losses, weights = by_torch(Recipe(**RECIPES[name]), 2)
     in_memory = {"stage": 3, "offload": True, "dtype": "fp32"}
     cells = [(0, None), (1, {"dtype": "fp32"}), (2, {"stage": 3, "dtype": "fp32"}), (3, {"stage": 3, "dtype": "fp32"}),
              (3, in_memory)]  # fmt: skip
-    for rank, found in enumerate(run_distributed(by_engines, 2, RECIPES[name], cells, timeout=150)):
+    for rank, found in enumerate(run_distributed(train, 2, RECIPES[name], cells, timeout=150, backend=backend)):
         for cell, (ours, values) in zip(cells, found, strict=True):
             expected = [step[part * 2 + rank] for step in losses for part in range(MICRO)]
-            assert ours == pytest.approx(expected, rel=2e-5), cell
+            assert ours == pytest.approx(expected, rel=within), cell
             assert set(values) == set(weights)
             for key, value in values.items():
                 torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-5, msg=f"{cell} {key}")

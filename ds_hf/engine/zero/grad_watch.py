@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.zero.at_rest import Noticed, Released, name_of
+from ds_hf.engine.zero.pending import Pending
 from ds_hf.log import warn_once
 
 __all__ = ["GradientWatch"]
@@ -86,7 +87,19 @@ class _WatchedAtRest(Released):
     grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
 
 
-_WATCHING: dict[type, type[nn.Parameter]] = {nn.Parameter: _Watched, Noticed: _WatchedAtRest, Released: _WatchedAtRest}
+class _WatchedPending(Pending):
+    """As ``_Watched``, and on its way."""
+
+    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
+    arrived = _Watched
+
+
+_WATCHING: dict[type, type[nn.Parameter]] = {
+    nn.Parameter: _Watched,
+    Noticed: _WatchedAtRest,
+    Released: _WatchedAtRest,
+    Pending: _WatchedPending,
+}
 
 
 class GradientWatch:

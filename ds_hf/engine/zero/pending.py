@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["can_be_pending", "mark_arrived", "mark_pending"]
+__all__ = ["Pending", "can_be_pending", "mark_arrived", "mark_pending"]
 
 # What may be asked of a parameter before its values are there: its gradient, its form, hooks.
 _FORM = ("device", "dtype", "grad", "is_cuda", "is_leaf", "ndim", "requires_grad", "shape")
@@ -27,8 +27,10 @@ _HARMLESS = {
 }
 
 
-class _Pending(nn.Parameter):
-    """A parameter whose values are on the way. ``_ds_arrive`` makes it an ordinary one."""
+class Pending(nn.Parameter):
+    """A parameter whose values are on the way. ``_ds_arrive`` makes it one of the class ``arrived``."""
+
+    arrived: ClassVar[type[nn.Parameter]] = nn.Parameter
 
     @classmethod
     def __torch_function__(
@@ -36,7 +38,7 @@ class _Pending(nn.Parameter):
     ) -> Any:
         if func not in _HARMLESS:
             for tensor in _pending_in((args, kwargs)):
-                if type(tensor) is _Pending:  # one arrives with all of its unit
+                if isinstance(tensor, Pending):  # one arrives with all of its unit
                     tensor.__dict__["_ds_arrive"]()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -55,19 +57,19 @@ def mark_pending(params: Iterable[nn.Parameter], arrive: Callable[[], None]) -> 
     """From now on ``arrive`` is called before any use of the values of ``params``; it must call ``mark_arrived``."""
     for param in params:
         param.__dict__["_ds_arrive"] = arrive
-        param.__class__ = _Pending
+        param.__class__ = Pending
 
 
 def mark_arrived(params: Iterable[nn.Parameter]) -> None:
     """They are ordinary parameters again."""
     for param in params:
-        if type(param) is _Pending:
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        if isinstance(param, Pending):
+            param.__class__ = type(param).arrived  # type: ignore[assignment]
             del param.__dict__["_ds_arrive"]
 
 
-def _pending_in(value: Any) -> list[_Pending]:
-    if type(value) is _Pending:
+def _pending_in(value: Any) -> list[Pending]:
+    if isinstance(value, Pending):
         return [value]
     if isinstance(value, dict):
         value = value.values()

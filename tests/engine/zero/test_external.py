@@ -199,10 +199,10 @@ def outcome(way: str, kind: str = "untied", micro: int = 1, backwards: Any = Non
     return train_both(model, call, data(2, micro), settings, reference_optimizer=sgd, backwards=backwards, same=same)
 
 
-def wrong(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+def wrong(outcomes: dict[str, Outcome], limit: float = 2e-6) -> dict[str, Outcome]:
     """Gradients of three ranks are summed and then divided by 3, those of the reference the other way round: 1.1e-6 of
     the weights."""
-    return {name: o for name, o in outcomes.items() if max(o.losses, o.weights, o.norms) > 2e-6}
+    return {name: o for name, o in outcomes.items() if max(o.losses, o.weights, o.norms) > limit}
 
 
 def ways_of_kinds(ways: Sequence[str], kinds: Sequence[str]) -> dict[str, Outcome]:

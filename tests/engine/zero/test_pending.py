@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.zero.grad_watch import GradientWatch
 from ds_hf.engine.zero.pending import can_be_pending, mark_arrived, mark_pending
 from tests.engine.zero.zoo import WIDTH, Stack
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 
 class Flight:
@@ -138,8 +141,16 @@ def train_with_late_arrivals(stage: int, kind: str) -> None:
         engine.zero_grad()
         assert all(type(param) is not nn.Parameter for param in params), "nobody has asked for a value yet"
     waits = Arrival.waits
+    told, watch = Lines(logging.WARNING), GradientWatch("accelerator.backward()")
+    logging.getLogger("ds_hf").addHandler(told)
+    watch.begin([params])
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+    assert len(told.texts) == (dist.get_rank() == 0), told.texts
+    assert all("clip_grad_norm_() changes nothing after accelerator.backward()" in text for text in told.texts)
+    assert Arrival.waits == waits, "gradients do not wait"
     values = torch.cat([param.detach().flatten() for param in params]).float()
     assert Arrival.waits > waits
+    watch.end()
     assert all(type(param) is nn.Parameter for param in params)
     others = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(others, values)
