@@ -305,6 +305,7 @@ def clipped_by_torch() -> None:
         logger.removeHandler(lines)
         told = [text for text in lines.texts if "clip_grad_norm_() changes nothing" in text]
         assert len(told) == (stage > 0 and not clips and rank == 0), (stage, lines.texts)
+        assert any("returns 0 between" in text for text in lines.texts) == (stage > 0 and clips > 0 and rank == 0)
         assert all("2.weight" in text or "0.weight" in text for text in told)
         assert all('"gradient_clipping": 0.1' in text for text in told)
         if not stage or clips:

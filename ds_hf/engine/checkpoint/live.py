@@ -28,7 +28,7 @@ from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import CheckpointError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
 __all__ = [
     "Checkpointable",
@@ -156,7 +156,8 @@ def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:
 
 def check_names(engine: Checkpointable) -> None:
     """Raise ``CheckpointError`` where values by name could be those that the engine has or those that the model has by
-    now: a name went to another tensor, or a parameter was resized."""
+    now: a name went to another tensor, or a parameter was resized. What the names no longer mean is told."""
+    _tell_merged(engine)
     now: dict[str, Tensor] = {_plain(name): t for name, t in engine.module.named_parameters(remove_duplicate=False)}
     now.update(_persistent(engine.module))
     for buffer in flat_buffers(engine):
@@ -172,6 +173,29 @@ def check_names(engine: Checkpointable) -> None:
                     f"{name} was {list(slot.shape)} in initialize() and is {list(param.shape)} now: resize a model "
                     "before it has an engine, or build another engine"
                 )
+
+
+def _tell_merged(engine: Checkpointable) -> None:
+    """Say where a checkpoint has adapters beside weights that they are merged into: loaded, they would count twice."""
+    hint = "Save it before adapters are merged; save_16bit_model() and export_pretrained() write what the model has now"
+    merged = [name for name, module in engine.module.named_modules() if getattr(module, "merged_adapters", None)]
+    if merged:
+        warn_once(
+            f"adapters are merged into the weights of {merged[0]} and {len(merged) - 1} other layers, and this "
+            f"checkpoint has both: a model that loads it would have them twice. {hint}. unmerge_adapter() takes them "
+            "out again"
+        )
+    now = names_now(engine)
+    for buffer in flat_buffers(engine):
+        for name, param in zip(names_of(engine, buffer), buffer.params, strict=True):
+            if now.get(id(param), name) != name:
+                warn_once(
+                    f"{name} is {now[id(param)]} in the model by now, and in this checkpoint has the name of "
+                    "initialize(), beside what the model had then: where adapters were merged into it "
+                    "(merge_and_unload()), a model that is built as that one was and loads this would have them twice. "
+                    f"{hint}"
+                )
+                return
 
 
 def aliases(engine: Checkpointable, now: Mapping[int, str] | None = None) -> dict[str, str]:

@@ -50,19 +50,24 @@ def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
     clips = float(getattr(param._ds_home.buffer.states, "policy").max_norm)  # type: ignore[attr-defined]  # noqa: B009
     while clipping is not None and "parameters" not in clipping.f_locals:  # a comprehension
         clipping = clipping.f_back
-    wanted = clips if clipping is None else clipping.f_locals.get("max_norm")
-    if clipping is not None and wanted == clips:
-        return  # the step does what is asked for here
-    what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
+    wanted = None if clipping is None else clipping.f_locals.get("max_norm")
     made_by: str = getattr(param, _STEP, "")
     when = f"after {made_by}" if made_by else "between backward() and step()"
     why = "that call has made the step" if made_by else _ELSEWHERE
+    if clipping is not None and wanted == clips:
+        warn_once(
+            f"{clipping.f_code.co_name}() returns 0 {when} (said once): {why}. The step clips at {clips:g} all the "
+            "same, by the gradient_clipping of the configuration; the norm is engine.get_global_grad_norm() after it",
+            about="norms of gradients that are elsewhere",
+        )
+        return
+    what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
     how = f"model.backward(loss) in place of {made_by}, then " if made_by else ""
     warn_once(
         f"{what} {when} (said once, for {name_of(param)}): {why}. The engine clips at its gradient_clipping, "
-        f'{clips:g} (0: never); write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the '
-        f"norm of all gradients clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
-        f"{how}deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)"
+        f'{clips:g} (0: never); write "gradient_clipping": {float(wanted or clips or 1.0):g} in the configuration to '
+        "have the norm of all gradients clipped at that. To read or change single gradients (as clip_grad_value_ does) "
+        f"call {how}deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)"
         f"{', and model.step()' if made_by else ''}",
         about="gradients that are elsewhere",
     )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, load_model
 from ds_hf.engine.checkpoint.consolidate import clone_tensors_for_torch_save
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import CheckpointError
+from ds_hf.log import forget_said
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -66,14 +67,22 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_was_taken_out_of_the_model_is_not_saved(stage: int, tmp_path: Path) -> None:
+def test_what_was_taken_out_of_the_model_is_not_saved(
+    stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As by merge_and_unload of PEFT."""
+    forget_said()
     with engine_of(config(stage), torch.nn.Sequential(Around(), torch.nn.Linear(4, 4))) as engine:
         engine.module[0] = engine.module[0].base
         with GatheredParameters(engine.module.parameters()):
             expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
         assert engine.save_16bit_model(tmp_path) is True
         engine.export_pretrained(tmp_path / "export")
+        engine.save_checkpoint(tmp_path)
+        engine.module[0].merged_adapters = ["default"]
+        engine.save_checkpoint(tmp_path)
+    for told in ("0.base.weight is 0.weight in the model by now", "merged into the weights of 0 and 0 other layers"):
+        assert caplog.text.count(told) == 1, caplog.text
     exported = load_file(tmp_path / "export" / "model.safetensors")
     for content in (torch.load(tmp_path / "pytorch_model.bin"), exported):
         assert set(content) == set(expected) == {"0.weight", "0.bias", "1.weight", "1.bias"}
