@@ -1,15 +1,17 @@
 """The Trainer's samples where metrics or a budget of tokens choose them: in one row, which accelerate deals out.
-Batches of equal cost, which transformers deals out itself, are the same in processes that share layers."""
+Batches of equal cost, which transformers deals out itself, and what workers draw are the same in processes that share
+layers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ds_hf.errors import ConfigError
 from ds_hf.hf.loss import Args, Kwargs, Wrapped
 from ds_hf.log import warn_once
 
-__all__ = ["check_batches", "sample_by_metrics"]
+__all__ = ["check_batches", "draw_alike", "sample_by_metrics"]
 
 
 def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -55,8 +57,7 @@ def _dealt_by_samples(trainer: Any, sampler: Any) -> Any:
     Raises:
         ConfigError: processes divide sequences.
     """
-    plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
-    if plugin is None or type(sampler).__name__ != "BatchRebalanceSampler":
+    if _file(trainer) is None or type(sampler).__name__ != "BatchRebalanceSampler":
         return sampler
     if trainer.get_sp_size() > 1:
         raise ConfigError(
@@ -65,9 +66,7 @@ def _dealt_by_samples(trainer: Any, sampler: Any) -> Any:
             "another train_sampling_strategy, or no sequence-parallel size",
             "sequence_parallel_size",
         )
-    section = plugin.hf_ds_config.config.get("tensor_parallel") or {}
-    shared = max(int(trainer.get_tp_size()), int(section.get("autotp_size") or 1))
-    if shared == 1:
+    if (shared := _sharing_layers(trainer)) == 1:
         return sampler
     return type(sampler)(
         sampler.lengths,
@@ -79,6 +78,15 @@ def _dealt_by_samples(trainer: Any, sampler: Any) -> Any:
         sampler.rank // shared,
         sampler.drop_last,
     )
+
+
+def draw_alike(trainer: Any, loader: Any) -> None:
+    """Before the first step: what workers draw (a collator's masks, a data set's crops) is the same in processes that
+    share layers; transformers seeds them by the number of the process."""
+    loader = getattr(loader, "base_dataloader", loader)
+    seeds = getattr(loader, "worker_init_fn", None)
+    if isinstance(seeds, partial) and "rank" in seeds.keywords and (shared := _sharing_layers(trainer)) > 1:
+        loader.worker_init_fn = partial(seeds, rank=trainer.args.process_index // shared)
 
 
 def check_batches(trainer: Any, loader: Any) -> None:
@@ -94,6 +102,17 @@ def check_batches(trainer: Any, loader: Any) -> None:
         check_trainer(trainer, loader)
 
 
+def _sharing_layers(trainer: Any) -> int:
+    """How many processes share each layer, and so read the same samples."""
+    section = (_file(trainer) or {}).get("tensor_parallel") or {}
+    return max(int(trainer.get_tp_size()), int(section.get("autotp_size") or 1))
+
+
+def _file(trainer: Any) -> Any:
+    plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
+    return None if plugin is None else plugin.hf_ds_config.config
+
+
 def _dataset(trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     given = args[0] if args else kwargs.get("train_dataset")
     return trainer.train_dataset if given is None else given
@@ -101,9 +120,9 @@ def _dataset(trainer: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _settings(trainer: Any) -> Any:
     """The configuration, if the Trainer's file says something of data."""
-    plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
-    if plugin is None or "data_efficiency" not in plugin.hf_ds_config.config:
+    file = _file(trainer)
+    if file is None or "data_efficiency" not in file:
         return None
     from ds_hf.config.load import load_config
 
-    return load_config(plugin.hf_ds_config.config, allow_auto=True, check_batch=False)
+    return load_config(file, allow_auto=True, check_batch=False)

@@ -32,7 +32,7 @@ from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.hf.resuming import check_resumed, compare_with_engine, keep_random_states, pass_over_unfinished, unfinished
-from ds_hf.hf.sampling import check_batches, sample_by_metrics
+from ds_hf.hf.sampling import check_batches, draw_alike, sample_by_metrics
 from ds_hf.hf.token_batches import follow_schedule
 from ds_hf.log import warn_once
 from ds_hf.measure.saving import being_measured
@@ -115,7 +115,9 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
                 "steps of the first call's, with which the Trainer alone goes on. To go on with them, save a "
                 "checkpoint at its end (save_strategy) and call train(resume_from_checkpoint=...)"
             )
-    check_batches(trainer, args[1] if len(args) > 1 else kwargs["train_dataloader"])
+    loader = args[1] if len(args) > 1 else kwargs["train_dataloader"]
+    check_batches(trainer, loader)
+    draw_alike(trainer, loader)
     prepared = wrapped(*args, **kwargs)
     prepare_loss(trainer, prepared[1])
     if (engine := engine_of(trainer)) is not None and "_ds_report" in vars(engine):

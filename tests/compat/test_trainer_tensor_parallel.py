@@ -70,6 +70,27 @@ def test_each_process_divides_by_items_of_its_own(tmp_path: Path) -> None:
         assert_equal_histories((plain, {1: found}))
 
 
+class Drawn(Sentences):
+    """Samples of which one word is drawn by the worker that reads them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = super().__getitem__(index)["input_ids"].clone()
+        ids[2] = torch.randint(3, 20, ())
+        return {"input_ids": ids, "labels": ids}
+
+
+def drawing(folder: str, tensor: int) -> list[dict[str, float]]:
+    given = {"train_dataset": Drawn(16, seed=1)}
+    more = {"dataloader_num_workers": 1, "max_steps": 2}
+    return fit(folder, settings(1, tensor) if tensor > 1 else None, trainer_arguments=given, **more)
+
+
+def test_workers_of_processes_that_share_layers_draw_the_same(tmp_path: Path) -> None:
+    plain = run_user_code(drawing, str(tmp_path), 1, world_size=1)[0]
+    for found in run_user_code(drawing, str(tmp_path), 2, world_size=2):
+        assert_equal_histories((plain, {1: found}))
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Samples without a length, which the first process reads for all."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,6 +75,43 @@ def two_backwards() -> None:
 
 def test_two_backwards() -> None:
     run_distributed(two_backwards, 2, timeout=60)
+
+
+def hooks_added_late(stage: int) -> None:
+    """Hooks on gradients that are registered after ``initialize`` find the gradient, of a unit's last parameter too,
+    and change it as torch's do; one from before is called until its handle removes it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    early: list[float] = []
+    late: list[str] = []
+    handle = model[1].bias.register_post_accumulate_grad_hook(lambda param: early.append(param.grad.item()))
+    engine = initialize(model=model, config=base_config(stage, optimizer=SGD, gradient_clipping=0))[0]
+
+    def double(name: str, param: torch.Tensor) -> None:
+        late.append(name)
+        assert param.grad is not None
+        param.grad.mul_(2)
+
+    for name, param in engine.module.named_parameters():
+        param.register_post_accumulate_grad_hook(partial(double, name))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        handle.remove()
+    assert sorted(late) == sorted(["0.weight", "0.bias", "1.weight", "1.bias"] * 2)
+    assert early == [1.0]
+    assert dict(engine.named_weights())["1.bias"].tolist() == [1.0 - 2 * 2.0]
+
+
+def hooks_added_late_at_each_stage() -> None:
+    for stage in (0, 1, 2, 3):
+        hooks_added_late(stage)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_added_late(world: int) -> None:
+    run_distributed(hooks_added_late_at_each_stage, world, timeout=60)
 
 
 # -- .grad where every rank has the whole gradient ------------------------------------------------------------------

@@ -19,6 +19,7 @@ Hooks sit on the modules, not on the engine, so ``model.generate()`` works at ev
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -728,7 +729,28 @@ class _StrayHook:
             hooks.on_stray(param)
 
 
+class _EngineLast(OrderedDict[int, Callable[[Tensor], None]]):
+    """The functions on a parameter's gradient. A script's are called before the engine's, also those that it adds after
+    ``initialize``: the engine's takes the gradient of a unit's last parameter away."""
+
+    def __setitem__(self, key: int, hook: Callable[[Tensor], None]) -> None:
+        super().__setitem__(key, hook)
+        if not isinstance(hook, _GradientHook | _StrayHook):
+            for own in [each for each, other in self.items() if isinstance(other, _GradientHook | _StrayHook)]:
+                super().__setitem__(own, self.pop(own))  # torch reads the dict's order, which move_to_end leaves alone
+
+
+def _call_each(hooks: dict[int, Callable[[Tensor], None]], param: Tensor) -> None:
+    for hook in tuple(hooks.values()):
+        hook(param)
+
+
 def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call ``hook`` when the gradient of ``param`` is in its ``.grad``."""
+    there: Any = param._post_accumulate_grad_hooks
+    if not isinstance(there, _EngineLast):
+        ordered = param._post_accumulate_grad_hooks = _EngineLast()
+        if there:  # a script's handles still remove from the dict that they know
+            ordered[-1] = partial(_call_each, there)
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
