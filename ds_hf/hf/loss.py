@@ -296,11 +296,11 @@ def _prediction_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs)
 def _own_samples(trainer: Any) -> tuple[int, int] | None:
     """Of a last batch that was filled up: how many of its samples are this process's, 0 at least, and its size."""
     state, processes = trainer.accelerator.gradient_state, trainer.accelerator.num_processes
-    total = getattr(state.active_dataloader, "total_batch_size", None)
-    if not (state.end_of_dataloader and state.remainder > 0 and total):
+    if not (state.end_of_dataloader and state.remainder > 0):
         return None
     readers = processes // trainer.get_tp_size()
-    size = total // readers
+    # One process that reads for all (dispatch_batches) has no such size, and fills up no further than to equal parts.
+    size = (getattr(state.active_dataloader, "total_batch_size", None) or state.remainder + readers - 1) // readers
     place = trainer.accelerator.process_index * readers // processes
     return min(max(state.remainder - place * size, 0), size), size
 

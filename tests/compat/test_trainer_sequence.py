@@ -218,6 +218,7 @@ def evaluated(folder: Path, file: Mapping[str, Any] | None, batch: int) -> dict[
         "plain": ({}, {}),
         "smoothed": ({"label_smoothing_factor": 0.2}, {}),
         "function": ({}, {"compute_loss_func": summed}),
+        "dealt out": ({"accelerator_config": {"dispatch_batches": True}}, {"eval_dataset": Sentences(15, seed=2)}),
         "of each": ({"average_tokens_across_devices": False}, {}),
     }
     more = {} if file is None else {"parallelism_config": ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed")}
