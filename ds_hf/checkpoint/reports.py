@@ -37,6 +37,7 @@ class RankReport:
         tied: further names of tied parameters and buffers, each with the first name.
         groups: parameter group of each parameter of which the rank updates a part.
         irregular: ``Piece.where`` of states that lie in the rank's pickled file.
+        packs: whether packed moments lie there too, which the tensors hold as numbers.
         rng: digests of the rank's random states.
         options: of each parameter group as this rank has it, the digests of its options.
         optimizer: class of the optimizer that this rank has.
@@ -52,6 +53,7 @@ class RankReport:
     tied: dict[str, str] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     irregular: list[tuple[Any, ...]] = field(default_factory=list)
+    packs: bool = False
     rng: dict[str, str] = field(default_factory=dict)
     options: list[dict[str, str]] = field(default_factory=list)
     optimizer: str = ""
@@ -118,6 +120,7 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
         "files": {name: nbytes for report in reports for name, nbytes in report.files.items()},
         "checksums": {name: text for report in reports for name, text in report.checksums.items()},
         "irregular": [[rank, *entry] for rank, report in enumerate(reports) for entry in report.irregular],
+        **({"packs": True} if any(report.packs for report in reports) else {}),
         "digest": {
             "tensors": sums,
             **({"without": without} if without else {}),

@@ -48,7 +48,7 @@ from ds_hf.engine.checkpoint.live import (
     random_states,
     world_of,
 )
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, kinds, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, kinds, pieces, plain, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.engine.zero.layout import Fragment
@@ -290,7 +290,7 @@ def _moment_entries(
     dtypes: dict[str, torch.dtype] = {}
     for segment in segments_of(optimizer, buffer):
         for key, moment in kinds(optimizer, segment).moments.items():
-            dtypes.setdefault(key, moment.dtype)
+            dtypes[key] = torch.promote_types(dtypes.get(key, moment.dtype), moment.dtype)
     entries = {}
     for key, dtype in dtypes.items():
         source, known = _Moment(engine, buffer, key, dtype), _stretches(engine, buffer, key, report)
@@ -319,7 +319,7 @@ class _Moment:
             state = optimizer.state.get(segment.param, {}).get(self.key)
             first, last = max(segment.start, low), min(segment.end, high)
             if isinstance(state, Tensor) and first < last:
-                yield first - low, last - low, state.reshape(-1)[first - segment.start : last - segment.start]
+                yield first - low, last - low, plain(state).reshape(-1)[first - segment.start : last - segment.start]
 
     def value(self) -> Tensor:
         assert self.engine.optimizer is not None
@@ -358,10 +358,13 @@ def _report_states(
         report.groups[piece.name] = piece.segment.group
         entry["states"].update((key, flat_key(index, key)) for key in found.moments)
         entry["scalars"] = {key: encode_scalar(value) for key, value in found.scalars.items()}
+        if found.irregular or found.packed:
+            kept = {"state": found.irregular, **({"packed": found.packed} if found.packed else {})}
+            check_loadable(kept, f"the optimizer's state of {piece.name}")
+            irregular.append({"where": piece.where, **kept})
+            report.packs |= bool(found.packed)
         if found.irregular:
-            check_loadable(found.irregular, f"the optimizer's state of {piece.name}")
             report.irregular.append(piece.where)
-            irregular.append({"where": piece.where, "state": found.irregular})
 
 
 def _whole_entries(

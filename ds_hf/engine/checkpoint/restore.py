@@ -23,8 +23,9 @@ from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of, world_of
 from ds_hf.engine.checkpoint.resume import Fit
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of, unpacked
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
+from ds_hf.engine.optim.streaming import is_known
 from ds_hf.engine.optim.zenflow.rounds import ROUNDS
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
@@ -137,7 +138,8 @@ def restore_states(engine: Checkpointable, fit: Fit, source: Source, irregular: 
     """
     optimizer = engine.optimizer
     assert optimizer is not None
-    known = {_hashable(entry["where"]): entry["state"] for entry in irregular}
+    known = {_hashable(entry["where"]): entry for entry in irregular}
+    same = type(optimizer.optimizer).__name__ == (source.manifest.extra.get("optimizer") or {}).get("class")
     for buffer in flat_buffers(engine):
         if not optimizer.updates(buffer):
             continue
@@ -151,7 +153,12 @@ def restore_states(engine: Checkpointable, fit: Fit, source: Source, irregular: 
         _restore_scalars(optimizer, found, source)
         for piece, _ in found:
             if piece.where in known:
-                optimizer.state[piece.segment.param].update(_on_device(known[piece.where], piece.segment.param.device))
+                entry, param = known[piece.where], piece.segment.param
+                state, device = optimizer.state[param], param.device
+                state.update(_on_device(entry["state"], device))
+                for key, packed in entry.get("packed", {}).items() if same else ():
+                    value = unpacked(packed, device)
+                    state.update({} if value is None else {key: value})
 
 
 def _part(engine: Checkpointable, buffer: FlatBuffer, fit: Fit) -> None:
@@ -200,10 +207,11 @@ def _restore_moments(
                 start = piece.fragment.shard_start
                 _check_values(source, saved, key, flat[start : start + piece.fragment.numel])
         segments = {id(piece.segment): piece.segment for piece, _ in holders}
-        if len(segments) == len(segments_of(optimizer, buffer)):
+        if len(segments) == len(segments_of(optimizer, buffer)) and is_known(optimizer.optimizer):
             optimizer.set_moment(buffer, key, flat, take=True)
             continue
-        for segment in segments.values():  # rules that keep different states for different shapes
+        # Rules that keep different states for different shapes, and those of other libraries, which choose the dtype.
+        for segment in segments.values():
             optimizer.state[segment.param][key] = flat[segment.start : segment.end].view(segment.shape).clone()
 
 
@@ -290,18 +298,18 @@ def check_states(engine: Checkpointable, source: Source, fit: Fit) -> None:
     """
     optimizer, manifest = engine.optimizer, source.manifest
     assert optimizer is not None
-    rule = type(optimizer.optimizer).__name__
-    always = _ALWAYS.get(rule, [])
-    bound = set() if _is_elementwise(rule) else _bound_names(manifest, rule)
+    rule, known = type(optimizer.optimizer).__name__, is_known(optimizer.optimizer)
+    always = _ALWAYS.get(rule, []) if known else []
+    bound = set() if known and _is_elementwise(rule) else _bound_names(manifest, rule)
     saved = {each.name: each for each in fit.parameters.values() if each.trainable and each.numel}
     for names in manifest.extra.get("groups") or [list(saved)]:
         members = [saved[name] for name in names if name in saved and _was_stepped(source, saved[name])]
         wanted = {*always, *(state for each in members if each.shape for state in each.moments)}
         counted = any("step" in each.scalars for each in members)
         for each in members:
-            known = {*each.moments, *each.scalars}
-            lacking = sorted(wanted - known) if each.name not in bound else []
-            lacking += ["step"] if counted and "step" not in known else []
+            kept = {*each.moments, *each.scalars}
+            lacking = sorted(wanted - kept) if each.name not in bound else []
+            lacking += ["step"] if counted and "step" not in kept else []
             if lacking:
                 raise CheckpointError(
                     f"{_place_of(source, each, lacking[0])} is missing: {each.name} was trained, and without its "

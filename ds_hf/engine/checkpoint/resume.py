@@ -115,10 +115,16 @@ def rank_states(engine: Checkpointable, source: Source) -> RankStates:
     own, irregular = None, []
     if same_mesh(engine, manifest) and rank in by_rank:
         own = _rank_state(by_rank[rank])
-    if manifest.extra.get("irregular"):
+    if manifest.extra.get("irregular") or manifest.extra.get("packs"):
         for other, path in by_rank.items():
             irregular += own["irregular"] if own is not None and other == rank else _rank_state(path)["irregular"]
     return RankStates(own, irregular)
+
+
+def _is_packed(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"class", "inner", "context"} <= value.keys():
+        return False
+    return _is_dict_of(value["inner"], lambda each: isinstance(each, torch.Tensor))
 
 
 def _rank_state(path: Path) -> dict[str, Any]:
@@ -128,6 +134,7 @@ def _rank_state(path: Path) -> dict[str, Any]:
         _require(
             path, "irregular", entry, lambda v: isinstance(v, dict) and _is_dict_of(v.get("state"), lambda _: True)
         )
+        _require(path, "packed", entry.get("packed", {}), lambda v: _is_dict_of(v, _is_packed))
         _require(path, "irregular", entry.get("where"), lambda v: _are_stretches([[0, *v]]) if _is_row(v) else False)
     if "param_groups" in state:
         _require(path, "param_groups", state["param_groups"], lambda v: isinstance(v, list) and all(map(_is_dict, v)))

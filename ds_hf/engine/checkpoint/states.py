@@ -2,17 +2,21 @@
 
 Three kinds of state: *moments* have one value for each element and can be cut anywhere; *scalars* (``step``) hold for
 every parameter of the stretch; what is neither (factored moments, histories) is *irregular* and only fits a stretch
-that covers exactly the same elements.
+that covers exactly the same elements. Codes that are whole numbers are no moments where the same state has the scales
+of their blocks (the 8 bits of bitsandbytes): both are irregular. Moments in tensors that pack such codes themselves
+(torchao's) are saved as the numbers that they stand for, and *packed* beside them: the pieces that saved them go on
+with the same codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_hf.checkpoint.format import SavedCut
 from ds_hf.engine.checkpoint.live import Checkpointable, cut_in, names_of
@@ -22,7 +26,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.layout import Fragment
 from ds_hf.errors import CheckpointError
 
-__all__ = ["SCRIPTS_OWN", "OwnedPiece", "decode_scalar", "kinds", "pieces", "segments_of"]
+__all__ = ["SCRIPTS_OWN", "OwnedPiece", "decode_scalar", "kinds", "pieces", "plain", "segments_of", "unpacked"]
 
 # Options of a group that are the script's and in no checkpoint: which positions have gradients (1-bit optimizers).
 SCRIPTS_OWN = ("exp_avg_mask",)
@@ -51,6 +55,7 @@ class Kinds:
     moments: dict[str, Tensor]
     scalars: dict[str, Any]
     irregular: dict[str, Any]
+    packed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def segments_of(optimizer: ShardedOptimizer, buffer: FlatBuffer) -> list[Segment]:
@@ -80,11 +85,38 @@ def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:
     for key, value in optimizer.state.get(segment.param, {}).items():
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == segment.param.shape:
             found.moments[key] = value
+            if is_traceable_wrapper_subclass(value):
+                names, context = value.__tensor_flatten__()
+                inner = {name: getattr(value, name) for name in names}
+                found.packed[key] = {"class": _full_name(type(value)), "inner": inner, "context": context}
         elif value is None or isinstance(value, bool | int | float | str) or _is_scalar(value):
             found.scalars[key] = value
         else:
             found.irregular[key] = value
+    if found.irregular:
+        codes = [key for key, value in found.moments.items() if not value.is_floating_point()]
+        found.irregular.update((key, found.moments.pop(key)) for key in codes)
     return found
+
+
+def plain(state: Tensor) -> Tensor:
+    """The numbers of a moment that may be packed."""
+    return state.dequantize() if is_traceable_wrapper_subclass(state) and hasattr(state, "dequantize") else state
+
+
+def unpacked(packed: dict[str, Any], device: torch.device) -> Tensor | None:
+    """What ``Kinds.packed`` describes, where its class has been imported; nothing is imported for it."""
+    classes: list[Any] = [Tensor]
+    for each in classes:
+        classes += each.__subclasses__()
+        if _full_name(each) == packed.get("class") and hasattr(each, "__tensor_unflatten__"):
+            inner = {name: value.to(device) for name, value in packed["inner"].items()}
+            return each.__tensor_unflatten__(inner, packed["context"], None, None)  # type: ignore[no-any-return]
+    return None
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_scalar(value: Any) -> bool:

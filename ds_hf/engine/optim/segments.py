@@ -5,8 +5,9 @@ Segments of one buffer do not overlap and lie in order; what is between them is 
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -136,6 +137,7 @@ def take_over_state(
 
     Adagrad makes its sums at construction; an optimizer that has stepped before brings its moments.
     """
+    _follow_overrides(optimizer, (segment for segments in segments_of.values() for segment in segments))
     before, optimizer.state = optimizer.state, defaultdict(dict)
     if not before:
         return
@@ -158,6 +160,24 @@ def take_over_state(
                         piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
                         value.view(-1)[start : start + length].copy_(piece)
                 optimizer.state[segment.param][key] = value
+
+
+def _follow_overrides(optimizer: Optimizer, segments: Iterable[Segment]) -> None:
+    """Give segments the settings of single parameters that bitsandbytes' manager knows by ``id``: the Trainer asks for
+    embeddings in 32 bits so."""
+    manager = getattr(optimizer, "mng", None)
+    known = getattr(manager, "pid2config", None)
+    if not isinstance(known, dict):
+        return
+    asked = getattr(manager, "module_weight_config_triple", ())
+    of = {**known, **{id(getattr(module, name, None)): config for module, name, config in asked}}
+    for segment in segments:
+        if segment.fragment is None or id(segment.param) in known:
+            continue
+        config = of.get(id(segment.gradient.buffer.params[segment.fragment.slot.index]))
+        if config is not None:
+            known[id(segment.param)] = config
+            weakref.finalize(segment.param, known.pop, id(segment.param), None)
 
 
 def _fill_empty(optimizer: Optimizer, before: Mapping[Any, dict[str, Any]]) -> None:

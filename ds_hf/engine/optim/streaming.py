@@ -20,7 +20,7 @@ from ds_hf.engine.optim.adagrad import adagrad_update
 from ds_hf.engine.optim.adam import adam_update
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, advance, alike, next_seed, rate_of
 
-__all__ = ["Narrow", "UnitUpdate", "is_elementwise", "streamed_update"]
+__all__ = ["Narrow", "UnitUpdate", "is_elementwise", "is_known", "streamed_update"]
 
 UnitUpdate = Callable[..., None]  # (group, params, grads, outs, scale_and_skip), as StreamingOptimizer.update
 
@@ -30,9 +30,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
     Exact torch classes and ds_hf's own; False for Adafactor, Muon, LBFGS, and everything unknown.
     """
-    own = isinstance(optimizer, StreamingOptimizer) and not isinstance(optimizer, TensorwiseOptimizer)
+    if isinstance(optimizer, StreamingOptimizer):
+        return not isinstance(optimizer, TensorwiseOptimizer)
+    return is_known(optimizer) and traits_of(type(optimizer).__name__).elementwise
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of ds_hf or an exact class of torch. Other libraries have classes of the same names (bitsandbytes'
+    ``AdamW``), whose states are others."""
     kind = type(optimizer)
-    return own or (kind is getattr(torch.optim, kind.__name__, None) and traits_of(kind.__name__).elementwise)
+    return isinstance(optimizer, StreamingOptimizer) or kind is getattr(torch.optim, kind.__name__, None)
 
 
 @dataclass(frozen=True)
