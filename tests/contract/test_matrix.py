@@ -14,6 +14,7 @@ import re
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from ds_hf.errors import DsHfError
 from tests.contract.matrix import plain
 from tests.contract.matrix.accelerated import by_accelerate
 from tests.contract.matrix.cells import FACTORS, Cell, covering, pairs_of, refusal
-from tests.contract.matrix.clients import Numbers, by_loop, forget
+from tests.contract.matrix.clients import Numbers, by_loop, forget, traced
 from tests.contract.matrix.trainer import by_trainer
 from tests.helpers.distributed import DistributedFailure, run_distributed
 
@@ -40,7 +41,8 @@ def train(cell: Cell, folder: Path) -> list[Numbers]:
     forget()
     torch.manual_seed(100 + dist.get_rank())
     try:
-        return CLIENTS[cell.client](cell, folder)
+        with traced():
+            return CLIENTS[cell.client](cell, folder)
     finally:
         forget()
 
@@ -68,14 +70,15 @@ def results(cells: list[Cell]) -> dict[Cell, Any]:
     found: dict[Cell, Any] = {}
     while len(found) < len(cells):
         rest = [cell for cell in cells if cell not in found]
+        rest = [cell for cell in rest if cell.world == rest[0].world]
         with tempfile.TemporaryDirectory(prefix="ds_hf_matrix_") as folder:
             failure: DistributedFailure | None = None
             try:
-                run_distributed(train_each, 2, [str(cell) for cell in rest], folder, timeout=110)
+                run_distributed(train_each, rest[0].world, [str(cell) for cell in rest], folder, timeout=110)
             except DistributedFailure as error:
                 failure = error
             for index, cell in enumerate(rest):
-                files = [Path(folder) / f"{index}.{rank}.pt" for rank in range(2)]
+                files = [Path(folder) / f"{index}.{rank}.pt" for rank in range(cell.world)]
                 if not all(file.exists() for file in files):
                     assert failure is not None
                     found[cell] = failure
@@ -199,7 +202,7 @@ def check(cells: list[Cell]) -> None:
 
 ASKED = [Cell.of(line) for line in os.environ.get("DS_HF_MATRIX", "").split()]
 TODAY = int(os.environ.get("DS_HF_MATRIX_SEED", date.today().strftime("%Y%m%d")))
-FIXED = 56  # of which nine rows hold every value
+FIXED = 750  # of which eleven rows hold every value
 REFUSED = [
     Cell(stage, client, 1, model, "fp32", "pp2", 0, event, other)
     for stage, client, model, event, other in (
@@ -230,7 +233,7 @@ def test_asked() -> None:
 def test_a_slice() -> None:
     """Of the fixed array the first rows, which hold each value and most pairs; some of today's; some refused ones."""
     print(f"DS_HF_MATRIX_SEED={TODAY}")
-    fixed = covering(FIXED)[:9]
+    fixed = covering(FIXED)[:11]
     held = {(name, getattr(cell, name)) for cell in fixed for name in FACTORS}
     assert held == {(name, value) for name, values in FACTORS.items() for value in values}
     check([*REFUSED[:3], *fixed, *REFUSED[3:6], *covering(TODAY)[:2]])
@@ -242,6 +245,14 @@ def test_a_slice() -> None:
 def test_every_pair(seed: int) -> None:
     print(f"DS_HF_MATRIX_SEED={seed}")
     check([*covering(seed), *REFUSED, *refused(seed, 6)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(ASKED), reason="DS_HF_MATRIX asks for others")
+def test_two_of_each_mesh() -> None:
+    """Four processes, of which two and two read the same samples, or each its own."""
+    print(f"DS_HF_MATRIX_SEED={TODAY}")
+    check([replace(cell, copies=2) for cell in covering(TODAY)[::3]])
 
 
 # -- whether it would notice ------------------------------------------------------------------------------------------
@@ -283,7 +294,7 @@ def test_arrays_hold_every_pair() -> None:
     for seed in (FIXED, TODAY):
         cells = covering(seed)
         assert not [cell for cell in cells if refusal(cell)]
-        assert len(cells) < 70
+        assert len(cells) < 100
         found = set().union(*map(pairs_of, cells))
         draw = random.Random(seed)
         for _ in range(3000):

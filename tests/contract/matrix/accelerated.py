@@ -47,6 +47,10 @@ class AcceleratedPart(Part):
         logits = self.engine(**batch).logits
         function = self.accelerator.unwrap_model(self.engine).loss_function
         loss = function(logits=logits, labels=None, shift_labels=labels, vocab_size=plain.VOCABULARY)
+        if self.cell.copies > 1:  # torch's gather of one of several groups has no backward with gloo
+            from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
+
+            return mean_over_tokens(loss, (labels != -100).sum(), self.engine.mesh.axis("sequence"))
         gather = torch.distributed.nn.functional.all_gather
         each, counts = gather(loss, group=group), gather((labels != -100).sum(), group=group)
         total = sum(each[rank] * counts[rank] for rank in range(2) if counts[rank] > 0)
@@ -67,7 +71,8 @@ def by_accelerate(cell: Cell, folder: Path) -> list[Numbers]:
     from torch.utils.data import DataLoader
 
     def start(resumed: bool) -> tuple[list[AcceleratedPart], Any]:
-        held_out: Any = DataLoader(Rows(*plain.held_out(cell.data)), batch_size=MICRO)
+        held_out: Any = DataLoader(Rows(*plain.held_out(cell.data), sharing=cell.sharing), batch_size=MICRO)
+        rows = Rows(*plain.data(cell.data, cell.accumulation), sharing=cell.sharing)
         forget()
         models, stages = models_of(cell), cell.stages(resumed)
         plugins = {
@@ -76,7 +81,7 @@ def by_accelerate(cell: Cell, folder: Path) -> list[Numbers]:
         }
         given = {"deepspeed_plugins": plugins} if len(models) > 1 else {"deepspeed_plugin": plugins["0"]}
         precision = "no" if cell.precision == "fp32" else cell.precision
-        parts, loader = [], DataLoader(Rows(*plain.data(cell.data, cell.accumulation)), batch_size=MICRO)
+        parts, loader = [], DataLoader(rows, batch_size=MICRO)
         for index, model in enumerate(models):
             accelerator = Accelerator(mixed_precision=precision, **given, **(parallelism(cell) if not index else {}))
             if index:

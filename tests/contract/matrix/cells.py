@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -19,16 +19,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "client": ("trainer", "accelerate", "engine", "raw"),  # raw: an own loop with loss.backward()
     "accumulation": (1, 3),
     # unfrozen: frozen in the first half; two: engines of separate models; activation, encoder: of models that share
-    # one, the encoder being frozen
-    "model": ("plain", "frozen", "unfrozen", "lora", "tied", "twice", "two", "activation", "encoder"),
+    # one, the encoder being frozen; experts: all of which every token goes to, so that rounding chooses no other ones
+    "model": ("plain", "frozen", "unfrozen", "lora", "tied", "twice", "experts", "two", "activation", "encoder"),
     "precision": ("fp32", "bf16", "fp16"),
-    "mesh": ("dp2", "tp2", "tokens2", "sp2", "pp2"),  # tokens2: tp2 with divided tokens
+    "mesh": ("dp2", "tp2", "tokens2", "sp2", "ep2", "pp2"),  # tokens2: tp2 with divided tokens
     "clip": (0, 1),
     "event": ("nothing", "resume", "evaluate", "generate"),  # after half of the steps
     "other": (0, 1, 2, 3),  # the stage at which training is resumed, and that of a second engine
     # what is not kept on the device: states from stage 1 on, parameters at stage 3, activations that are computed again
-    "spares": ("nothing", "states", "parameters", "activations", "reentrant"),
+    "spares": ("nothing", "states", "files", "parameters", "activations", "reentrant"),
+    # by which the numbers do not change: losses and MLPs in pieces, units and buckets of one block, whole parameters on
+    # each process, blocks traced by torch.compile, checkpoints that are written beside the training
+    "way": ("usual", "pieces", "alone", "mics", "traced", "beside"),
 }
+FREE = ("accumulation", "precision", "clip", "spares")  # nothing is refused for their sake
 PAIRED = ("two", "activation", "encoder")
 
 
@@ -46,6 +50,8 @@ class Cell:
     event: str
     other: int
     spares: str = "nothing"
+    way: str = "usual"
+    copies: int = 1  # of the mesh, each of which reads samples of its own
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -53,14 +59,23 @@ class Cell:
     @classmethod
     def of(cls, line: str) -> Cell:
         given = dict(part.split("=", 1) for part in line.strip().split(","))
-        given.setdefault("spares", "nothing")
+        given = {"spares": "nothing", "way": "usual", "copies": "1", **given}
         made = {name: next(v for v in values if str(v) == given[name]) for name, values in FACTORS.items()}
-        return cls(**made)
+        return cls(**made, copies=int(given["copies"]))
 
     @property
     def data(self) -> int:
         """Processes that read different samples."""
-        return 2 if self.mesh == "dp2" else 1
+        return self.copies * (2 if self.mesh in ("dp2", "ep2") else 1)
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share sequences."""
+        return 2 if self.mesh == "sp2" else 1
+
+    @property
+    def world(self) -> int:
+        return 2 * self.copies
 
     @property
     def engines(self) -> int:
@@ -73,6 +88,10 @@ class Cell:
 
 def refusal(cell: Cell) -> str | None:
     """What a user is told (a regular expression) who combines these; None: it trains."""
+    if cell.mesh == "ep2" and cell.model != "experts":
+        return "no base_model_ep_plan with experts that are there"
+    if cell.mesh == "tokens2" and cell.way == "pieces":
+        return "tiles are stretches of whole sequences, and with tensor_sequence_parallel each process has a part"
     if cell.mesh != "pp2":
         return None
     stages = cell.stages(False)[: cell.engines]
@@ -90,7 +109,7 @@ def refusal(cell: Cell) -> str | None:
 
 
 def _values(cell: Cell) -> tuple[Any, ...]:
-    return tuple(getattr(cell, field.name) for field in fields(cell))
+    return tuple(getattr(cell, name) for name in FACTORS)
 
 
 def pairs_of(cell: Cell) -> set[tuple[int, Any, int, Any]]:
@@ -99,18 +118,18 @@ def pairs_of(cell: Cell) -> set[tuple[int, Any, int, Any]]:
 
 
 def _every() -> Iterator[Cell]:
-    return (Cell(*values) for values in product(*FACTORS.values()))
+    """All, with one value each of factors that are free."""
+    return (Cell(*each) for each in product(*(v[:1] if name in FREE else v for name, v in FACTORS.items())))
 
 
 @cache
 def possible_pairs() -> frozenset[tuple[int, Any, int, Any]]:
     """Those of which some combination trains."""
     found: set[tuple[int, Any, int, Any]] = set()
-    # two engines and their meshes decide what is refused: the other factors are looked at by one value each
     for cell in _every():
-        if cell.accumulation == 1 and cell.precision == "fp32" and cell.clip == 0 and refusal(cell) is None:
+        if refusal(cell) is None:
             found |= pairs_of(cell)
-    free = [place for place, name in enumerate(FACTORS) if name in ("accumulation", "precision", "clip")]
+    free = [place for place, name in enumerate(FACTORS) if name in FREE]
     names = list(FACTORS)
     for place, other in combinations(range(len(names)), 2):
         if place in free or other in free:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = [
     "parallelism",
     "pipeline_of",
     "step_all",
+    "traced",
     "weights_of",
 ]
 
@@ -51,6 +54,28 @@ def forget() -> None:
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))]:
         del os.environ[name]
     gc.collect()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "pieces": {"chunked_loss": True, "tiled_mlp": 2},
+    "alone": {"join_blocks": False},
+    "traced": {"compile": "blocks"},
+    "beside": {"checkpoint": {"async": True}},
+}
+ALONE = {"reduce_bucket_size": 100, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 1}
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Engines that compile blocks take torch's own operators for them: nothing is left to a compiler of C++."""
+    from ds_hf.engine.engine import CoreEngine
+
+    compile = CoreEngine.compile
+    CoreEngine.compile = lambda engine, **more: compile(engine, **{**more, "backend": "aot_eager"})  # type: ignore
+    try:
+        yield
+    finally:
+        CoreEngine.compile = compile  # type: ignore[method-assign]
 
 
 # -- what all clients share ----------------------------------------------------------------------------------------
@@ -72,9 +97,15 @@ def config(cell: Cell, stage: int) -> dict[str, Any]:
     if cell.mesh in ("tp2", "tokens2"):
         content["tensor_parallel"] = {"autotp_size": 2}
         content["ds_hf"]["tensor_sequence_parallel"] = cell.mesh == "tokens2"
+    if cell.mesh == "ep2":
+        content["expert_parallel"] = {"enabled": True, "autoep_size": 2}
     zero = content["zero_optimization"]
+    content["ds_hf"] |= WAYS.get(cell.way, {})
+    zero |= {"alone": ALONE, "mics": {"mics_shard_size": 1} if stage == 3 else {}}.get(cell.way, {})
     if stage > 0 and cell.spares in ("states", "parameters"):
         zero["offload_optimizer"] = {"device": "cpu"}
+    if stage > 0 and cell.spares == "files":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
     if stage == 3 and cell.spares == "parameters":
         zero["offload_param"] = {"device": "cpu"}
     if cell.mesh == "sp2" and cell.client != "trainer" and cell.client != "accelerate":
@@ -92,7 +123,7 @@ def parallelism(cell: Cell) -> dict[str, Any]:
 
     if cell.mesh != "sp2":
         return {}
-    return {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed")}
+    return {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed", dp_replicate_size=cell.copies)}
 
 
 def mean_over_data(cell: Cell, values: list[float]) -> list[float]:
@@ -111,6 +142,7 @@ def weights_of(cell: Cell, engine: Any, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"weights": {inside + name: value.detach().float().cpu().clone() for name, value in named}}
     if cell.precision != "fp32":
         engine.save_checkpoint(folder)
+        engine.wait_for_checkpoint()
         masters = get_fp32_state_dict_from_zero_checkpoint(folder)
         found["masters"] = {inside + name: value for name, value in masters.items()}
     return found
@@ -125,10 +157,17 @@ def evaluating(model: Any) -> Any:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Samples in the order in which processes take them, batch after batch."""
+    """Samples in the order in which processes take them, batch after batch.
 
-    def __init__(self, ids: Tensor, labels: Tensor) -> None:
-        self.ids, self.labels = ids.reshape(-1, plain.LENGTH), labels.reshape(-1, plain.LENGTH)
+    Args:
+        batches: ids and labels ``[..., process, sample, position]``.
+        sharing: processes that share sequences: each takes a batch, and together they compute one after the other.
+    """
+
+    def __init__(self, *batches: Tensor, sharing: int = 1) -> None:
+        self.ids, self.labels = (
+            each.reshape(-1, sharing, *each.shape[-3:]).transpose(1, 2).reshape(-1, plain.LENGTH) for each in batches
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -158,7 +197,8 @@ class Part:
         axis = self.engine.mesh.axis("sequence")
         length = plain.LENGTH // axis.world_size
         mine = slice(axis.rank * length, (axis.rank + 1) * length)
-        x, y = ids[0][:, mine], plain.shifted(labels[0])[:, mine].contiguous()
+        rank = self.engine.mesh.sample_rank
+        x, y = ids[rank][:, mine], plain.shifted(labels[rank])[:, mine].contiguous()
         places = torch.arange(plain.LENGTH)[mine].expand(len(x), -1)
         loss = self.engine(input_ids=x, labels=y, shift_labels=y, position_ids=places).loss
         return mean_over_tokens(loss, (y != -100).sum(), axis)
@@ -209,14 +249,15 @@ class Pipe(Part):
     """The same of a pipeline, which takes whole steps; its weights are those of the layers that are here."""
 
     def items(self, ids: Tensor, labels: Tensor) -> Any:
-        return iter([{"input_ids": x[0], "labels": y[0]} for x, y in zip(ids, labels, strict=True)])
+        rank = self.engine.mesh.sample_rank
+        return iter([{"input_ids": x[rank], "labels": y[rank]} for x, y in zip(ids, labels, strict=True)])
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
         self.losses.append(float(self.engine.train_batch(self.items(ids, labels))))
         self.norms.append(float(self.engine.get_global_grad_norm()))
 
     def evaluate(self) -> None:
-        ids, labels = plain.held_out(1)
+        ids, labels = plain.held_out(self.cell.data)
         self.evaluated = float(self.engine.eval_batch(self.items(ids, labels), num_micro_batches=len(ids)))
 
 

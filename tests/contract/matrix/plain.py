@@ -55,8 +55,24 @@ def _llama(seed: int, **more: Any) -> Any:
     return LlamaForCausalLM(config)
 
 
+def _experts() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = Qwen3MoeConfig(
+        **sizes, **heads, **experts, **tokens, initializer_range=0.25, attn_implementation="sdpa", use_cache=False
+    )
+    torch.manual_seed(2)
+    return Qwen3MoeForCausalLM(config)
+
+
 def build(kind: str) -> list[Any]:
     """The models of a combination, with the same values on every call."""
+    if kind == "experts":
+        return [_experts()]
     model = _llama(0, tie_word_embeddings=kind == "tied")
     if kind in ("frozen", "unfrozen"):
         for part in (model.model.embed_tokens, model.model.layers[0].mlp):

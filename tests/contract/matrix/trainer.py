@@ -120,7 +120,8 @@ def _trainer(cell: Cell, folder: Path, resumed: bool, steps: int) -> tuple[Any, 
                     part.generate()
 
     beside = Beside()
-    rows, held_out = Rows(*plain.data(cell.data, cell.accumulation)), Rows(*plain.held_out(cell.data))
+    rows = Rows(*plain.data(cell.data, cell.accumulation), sharing=cell.sharing)
+    held_out = Rows(*plain.held_out(cell.data))  # whole sequences for each process
     # the Trainer's own optimizer lists what trains when it is made
     given = (optimizer(plain.groups(models[0])), None) if cell.model == "unfrozen" else (None, None)
     trainer = Trainer(models[0], args, train_dataset=rows, eval_dataset=held_out, optimizers=given, callbacks=[beside])

@@ -372,8 +372,7 @@ def causal_lm_loss(
         total = rows_cross_entropy(part, targets, ignore_index=ignore_index, rows=rows, place=place).sum()
     else:
         total = rows_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, rows=rows).sum()
-    if num_items_in_batch is None:
-        return total / (targets != ignore_index).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+    items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    items = items.to(total.device) if isinstance(items, Tensor) else torch.full_like(total, items)
+    # The mean over nothing is NaN, and torch's has gradients of 0: here infinity would meet those that wait.
+    return torch.where(items != 0, total / torch.where(items != 0, items, 1), total.detach() / items)

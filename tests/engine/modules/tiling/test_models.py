@@ -67,12 +67,12 @@ def build(name: str, **more: Any) -> Any:
     return getattr(transformers, name + suffix)(config).train()
 
 
-def numbers(model: Any, **more: Any) -> list[Tensor]:
+def numbers(model: Any, ignored: int = 7, **more: Any) -> list[Tensor]:
     """Loss and all gradients."""
     model.zero_grad()
     ids = torch.randint(1, VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
-    labels[0, :7] = -100
+    labels[slice(0, 1 if ignored < 24 else 2), :ignored] = -100
     torch.manual_seed(4)
     loss = model(input_ids=ids, labels=labels, **more).loss
     loss.backward()
@@ -103,6 +103,17 @@ def test_the_numbers_are_those_without(name: str) -> None:
     close(numbers(model), plain)
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert "_loss_function" not in model.__dict__
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_batch_without_labels_has_no_gradients(items: Any) -> None:
+    """As torch's: the mean over nothing is NaN, and nothing goes back."""
+    model = build("Llama")
+    plain = numbers(model, 24, num_items_in_batch=items)
+    ChunkedLoss(model)
+    for found, wanted in zip(numbers(model, 24, num_items_in_batch=items), plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert all(not found.any() for found in plain[1:])
 
 
 def test_logits_are_there_for_who_looks() -> None:
