@@ -38,7 +38,7 @@ from ds_hf.printable import printable
 
 __all__ = ["Building", "building", "difference", "open_store"]
 
-GRACE_S = 5.0  # a process that could raise by itself has done so by then
+GRACE_S, STEP_S = 5.0, 0.1  # a process that could raise by itself has done so by then
 EXIT_S = 10.0  # that the end of Python waits for a thread, which it would cut off inside torch: that aborts the process
 _MISSING = "nothing"
 _SAME = (
@@ -177,7 +177,8 @@ class Building:
                 if not store.check(["failed"]):
                     continue
                 told = json.loads(store.get("failed"))
-                if not self._done.wait(GRACE_S):
+                # in steps: where the whole process was kept waiting, all of the time would be over at once
+                if not any(self._done.wait(STEP_S) for _ in range(round(GRACE_S / STEP_S))):
                     sys.stderr.write(f"{_text(told)}\n(rank {self.rank} waits for it in a collective and ends)\n")
                     sys.stderr.flush()
                     os._exit(1)

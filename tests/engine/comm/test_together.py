@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +206,26 @@ def test_nobody_waits_for_the_connection_that_watches() -> None:
 def test_a_process_that_sits_in_a_collective_is_ended_with_the_text() -> None:
     with pytest.raises(DistributedFailure, match="rank 1 failed in a house, so no process goes on: OSError: no bricks"):
         run_distributed(_waits_in_a_collective, 2, timeout=60)
+
+
+class Stalled:
+    """Of a process that the machine leaves waiting: however long a wait was to be, it is over when it goes on. It raises
+    by itself soon after."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.waits += 1
+        return self.waits > 3
+
+
+def test_a_process_that_was_kept_waiting_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.dumps({"rank": 0, "what": "initialize()", "text": "", "config": True})
+    store = SimpleNamespace(clone=lambda: store, check=lambda keys: True, get=lambda key: told)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    made = Building(store, 1, (0, 1), "initialize()")
+    made._done = Stalled()  # type: ignore[assignment]
+    made._watch()
+    assert ended == []
