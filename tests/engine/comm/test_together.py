@@ -209,8 +209,8 @@ def test_a_process_that_sits_in_a_collective_is_ended_with_the_text() -> None:
 
 
 class Stalled:
-    """Of a process that the machine leaves waiting: however long a wait was to be, it is over when it goes on. It raises
-    by itself soon after."""
+    """Of a process that the machine keeps waiting: however long a wait was to be, it is over when that goes on, and
+    raises by itself soon after."""
 
     def __init__(self) -> None:
         self.waits = 0
