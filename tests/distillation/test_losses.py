@@ -97,8 +97,11 @@ def test_what_does_not_count_may_be_anything() -> None:
     broken = torch.where(MASK[..., None].bool(), teacher, torch.nan)
     assert hidden_loss(student, broken, MASK).item() == hidden_loss(student, teacher, MASK).item()
     nothing = torch.zeros_like(MASK)
-    assert logits_loss(student, teacher, nothing).item() == 0
-    assert not torch.autograd.grad(logits_loss(student, teacher, nothing), student)[0].any()
+    for loss in (logits_loss, hidden_loss):
+        for items in (None, 0, torch.tensor(0)):
+            found = loss(student, teacher, nothing, num_items=items)
+            assert found.item() == 0
+            assert not torch.autograd.grad(found, student)[0].any()
 
 
 def test_what_does_not_fit_is_told() -> None:
