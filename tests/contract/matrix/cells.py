@@ -92,11 +92,13 @@ def refusal(cell: Cell) -> str | None:
         return "no base_model_ep_plan with experts that are there"
     if cell.mesh == "tokens2" and cell.way == "pieces":
         return "tiles are stretches of whole sequences, and with tensor_sequence_parallel each process has a part"
-    if cell.mesh != "pp2":
-        return None
     stages = cell.stages(False)[: cell.engines]
     if cell.event == "resume":
         stages += cell.stages(True)[: cell.engines]
+    if cell.mesh == "ep2" and cell.way == "mics" and 3 in stages:
+        return "mics_shard_size is 1, and experts are divided over 2 of the same processes"
+    if cell.mesh != "pp2":
+        return None
     found = {
         "ZeRO stage 3 with a pipeline": 3 in stages,
         r"layers 1 and 2 .* share the parameter .*TiedLayerSpec": cell.model == "twice",

@@ -65,7 +65,7 @@ def _experts() -> Any:
     config = Qwen3MoeConfig(
         **sizes, **heads, **experts, **tokens, initializer_range=0.25, attn_implementation="sdpa", use_cache=False
     )
-    torch.manual_seed(2)
+    torch.manual_seed(3)  # of which no norm in the training is a multiple of the first: that multiplies rounding
     return Qwen3MoeForCausalLM(config)
 
 
