@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_hf.engine.modules.tiling.loss import tiled_loss
+from ds_hf.engine.modules.tiling.loss import divisor, tiled_loss
 
 __all__ = ["attention_loss", "hidden_loss", "logits_loss"]
 
@@ -61,7 +61,7 @@ def logits_loss(
 
     chunks = max(1, math.ceil(len(rows[0]) * vocabulary * 4 / _CHUNK_NBYTES))
     total = of_rows(*rows) if chunks == 1 else tiled_loss(of_rows, rows, [], min(chunks, len(rows[0])), mean=False)
-    return total * temperature**2 / _items(counts, num_items)
+    return total * temperature**2 / (counts.sum().clamp(min=1) if num_items is None else divisor(num_items))
 
 
 def _divergence(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
@@ -148,11 +148,4 @@ def _mean(each: Tensor, mask: Tensor | None, num_items: Tensor | float | None) -
     counts = torch.ones_like(each) if mask is None else mask.to(each.dtype)
     # not a product alone: what does not count may be nan
     total = torch.where(counts != 0, each, torch.zeros_like(each)).mul(counts).sum()
-    return total / _items(counts, num_items)
-
-
-def _items(counts: Tensor, num_items: Tensor | float | None) -> Tensor | float:
-    """What a sum is divided by; 1 where there is nothing to divide, so that its gradient is 0 and not nan."""
-    if num_items is None:
-        return counts.sum().clamp(min=1)
-    return torch.where(num_items != 0, num_items, 1) if isinstance(num_items, Tensor) else num_items or 1
+    return total / (counts.sum().clamp(min=1) if num_items is None else divisor(num_items))

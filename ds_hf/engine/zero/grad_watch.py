@@ -57,7 +57,7 @@ def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
     if clipping is not None and wanted == clips:
         warn_once(
             f"{clipping.f_code.co_name}() returns 0 {when} (said once): {why}. The step clips at {clips:g} all the "
-            "same, by the gradient_clipping of the configuration; the norm is engine.get_global_grad_norm() after it",
+            "same, by the gradient_clipping of the configuration; after it the norm is engine.get_global_grad_norm()",
             about="norms of gradients that are elsewhere",
         )
         return

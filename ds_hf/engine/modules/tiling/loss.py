@@ -26,7 +26,7 @@ from ds_hf.engine.parallel.tensor.functions import Place, copy_to
 from ds_hf.engine.parallel.tensor.styles import place_of
 from ds_hf.engine.zero.hooks import untracked_calls
 
-__all__ = ["causal_lm_loss", "linear_cross_entropy", "rows_cross_entropy", "tiled_loss"]
+__all__ = ["causal_lm_loss", "divisor", "linear_cross_entropy", "rows_cross_entropy", "tiled_loss"]
 
 _LOGITS_NBYTES = 512 << 20  # of one chunk, in fp32
 _LEAST_ROWS = 1024  # with fewer, adding up the gradient of the weight takes a third of the time of the products
@@ -373,6 +373,12 @@ def causal_lm_loss(
     else:
         total = rows_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, rows=rows).sum()
     items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    items = items.to(total.device) if isinstance(items, Tensor) else torch.full_like(total, items)
-    # The mean over nothing is NaN, and torch's has gradients of 0: here infinity would meet those that wait.
-    return torch.where(items != 0, total / torch.where(items != 0, items, 1), total.detach() / items)
+    items = items.to(total.device) if isinstance(items, Tensor) else items or torch.zeros_like(total)
+    mean = total / divisor(items)
+    return mean.masked_fill(items == 0, torch.nan) if isinstance(items, Tensor) else mean  # torch's mean over nothing
+
+
+def divisor(items: Tensor | float) -> Tensor | float:
+    """``items`` (a number, or integers or floats of any shape), and 1 for 0: gradients of 0 that wait for what a sum
+    over nothing is divided by stay 0, as torch's do, where infinity would make them nan."""
+    return torch.where(items != 0, items, 1) if isinstance(items, Tensor) else items or 1
