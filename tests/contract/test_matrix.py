@@ -65,7 +65,7 @@ def train_each(lines: list[str], folder: str) -> None:
         torch.save(found, Path(folder) / f"{index}.{dist.get_rank()}.pt")
 
 
-def results(cells: list[Cell]) -> dict[Cell, Any]:
+def results(cells: list[Cell], backend: str = "gloo") -> dict[Cell, Any]:
     """What each combination gave, by rank, or how it failed; in as few processes as possible."""
     found: dict[Cell, Any] = {}
     while len(found) < len(cells):
@@ -74,7 +74,8 @@ def results(cells: list[Cell]) -> dict[Cell, Any]:
         with tempfile.TemporaryDirectory(prefix="ds_hf_matrix_") as folder:
             failure: DistributedFailure | None = None
             try:
-                run_distributed(train_each, rest[0].world, [str(cell) for cell in rest], folder, timeout=110)
+                lines = [str(cell) for cell in rest]
+                run_distributed(train_each, rest[0].world, lines, folder, timeout=110, backend=backend)
             except DistributedFailure as error:
                 failure = error
             for index, cell in enumerate(rest):
@@ -83,7 +84,7 @@ def results(cells: list[Cell]) -> dict[Cell, Any]:
                     assert failure is not None
                     found[cell] = failure
                     break
-                found[cell] = [torch.load(file, weights_only=True) for file in files]
+                found[cell] = [torch.load(file, "cpu", weights_only=True) for file in files]
     return found
 
 
@@ -189,10 +190,10 @@ def judged(cell: Cell, ranks: Any) -> list[str]:
         return [traceback.format_exc()]
 
 
-def check(cells: list[Cell]) -> None:
+def check(cells: list[Cell], backend: str = "gloo") -> None:
     """Run them and name all that fail, each with the line that repeats it."""
     failed = []
-    for cell, ranks in results(cells).items():
+    for cell, ranks in results(cells, backend).items():
         print(cell)
         if said := judged(cell, ranks):
             text = "\n  ".join(said)

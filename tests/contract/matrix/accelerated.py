@@ -18,6 +18,7 @@ from tests.contract.matrix.clients import (
     config,
     evaluating,
     forget,
+    generating,
     mean_over_data,
     models_of,
     optimizer,
@@ -62,7 +63,7 @@ class AcceleratedPart(Part):
         self.evaluated = sum(mean_over_data(self.cell, found)) / len(found)
 
     def generate(self) -> None:
-        self.generated = self.accelerator.unwrap_model(self.engine).generate(**plain.generating())
+        self.generated = self.accelerator.unwrap_model(self.engine).generate(**generating())
 
 
 def by_accelerate(cell: Cell, folder: Path) -> list[Numbers]:

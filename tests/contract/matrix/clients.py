@@ -29,6 +29,8 @@ __all__ = [
     "config",
     "evaluating",
     "forget",
+    "generating",
+    "here",
     "mean_over_data",
     "models_of",
     "optimizer",
@@ -113,6 +115,16 @@ def config(cell: Cell, stage: int) -> dict[str, Any]:
     return content
 
 
+def here() -> torch.device:
+    """This process's accelerator where there is one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def generating() -> dict[str, Any]:
+    """``plain.generating()`` on this process's device."""
+    return {name: v.to(here()) if isinstance(v, Tensor) else v for name, v in plain.generating().items()}
+
+
 def optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **plain.ADAMW)
 
@@ -128,7 +140,7 @@ def parallelism(cell: Cell) -> dict[str, Any]:
 
 def mean_over_data(cell: Cell, values: list[float]) -> list[float]:
     """Over the processes that read different samples."""
-    total = torch.tensor(values, dtype=torch.float64)
+    total = torch.tensor(values, dtype=torch.float64, device=here())
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()  # type: ignore[no-any-return]
 
@@ -191,6 +203,7 @@ class Part:
         """Of micro-batches ``[process, sample, position]``; the mean over the tokens of this process's samples."""
         from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
 
+        ids, labels = ids.to(here()), labels.to(here())
         if self.cell.mesh != "sp2":
             rank = self.engine.mesh.sample_rank
             return plain.loss_of(self.engine, ids[rank], labels[rank])
@@ -199,7 +212,7 @@ class Part:
         mine = slice(axis.rank * length, (axis.rank + 1) * length)
         rank = self.engine.mesh.sample_rank
         x, y = ids[rank][:, mine], plain.shifted(labels[rank])[:, mine].contiguous()
-        places = torch.arange(plain.LENGTH)[mine].expand(len(x), -1)
+        places = torch.arange(plain.LENGTH, device=x.device)[mine].expand(len(x), -1)
         loss = self.engine(input_ids=x, labels=y, shift_labels=y, position_ids=places).loss
         return mean_over_tokens(loss, (y != -100).sum(), axis)
 
@@ -218,7 +231,7 @@ class Part:
 
     def generate(self) -> None:
         model = self.engine.module if self.cell.client == "raw" else self.engine
-        self.generated = model.generate(**plain.generating())
+        self.generated = model.generate(**generating())
 
     def numbers(self, folder: Path) -> Numbers:
         return {
@@ -250,7 +263,8 @@ class Pipe(Part):
 
     def items(self, ids: Tensor, labels: Tensor) -> Any:
         rank = self.engine.mesh.sample_rank
-        return iter([{"input_ids": x[rank], "labels": y[rank]} for x, y in zip(ids, labels, strict=True)])
+        pairs = zip(ids.to(here()), labels.to(here()), strict=True)
+        return iter([{"input_ids": x[rank], "labels": y[rank]} for x, y in pairs])
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
         self.losses.append(float(self.engine.train_batch(self.items(ids, labels))))

@@ -16,6 +16,7 @@ from tests.contract.matrix.clients import (
     Rows,
     config,
     forget,
+    generating,
     models_of,
     optimizer,
     parallelism,
@@ -110,7 +111,7 @@ def _trainer(cell: Cell, folder: Path, resumed: bool, steps: int) -> tuple[Any, 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             step = state.global_step - 1
             if step + 1 == plain.MIDDLE and cell.event == "generate":
-                self.generated = model.generate(**plain.generating())
+                self.generated = model.generate(**generating())
             for part in self.parts:
                 ids, labels = plain.data(cell.data, cell.accumulation)
                 step_all([part], ids[step], labels[step])
