@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ds_hf.deepspeed_api.sequence.checks import PACKED, looks_packed
 from ds_hf.engine.comm.collectives import all_to_all
@@ -35,12 +36,12 @@ class UlyssesSPDataLoaderAdapter:
     Batches are mappings with ``input_ids`` (or ``inputs_embeds``), tensors of ``[batch, tokens, ...]`` and whatever
     else, which is handed on whole. ``labels`` become ``shift_labels``: those of the next token, before the sequence is
     divided; ``labels`` themselves are left in if ``keeps_labels`` is set. ``position_ids`` are made where there are
-    none, unless documents are packed. Micro-batches are on the CPU.
+    none, unless documents are packed. Micro-batches wait on the CPU, and are handed out on ``device``.
 
     Args:
         dl: the loader of this process.
         sp_rank, sp_world_size: place among the processes that share sequences, and their number; of ``sp_group``.
-        device: where tensors travel.
+        device: where the model computes, and tensors travel.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -87,7 +88,7 @@ class UlyssesSPDataLoaderAdapter:
             self.dl.ds_owner = dist.get_global_rank(self.sp_group, turn) if self._last and not self._same else None
         if not self.micro_batches and self._last:
             self.dl.end_of_dataloader = True
-        return batch
+        return tree_map_only(Tensor, lambda value: value.to(self.device), batch)  # type: ignore[no-any-return]
 
     _last = False  # the batches in hand are the loader's last ones
     _compared = False
