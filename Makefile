@@ -56,7 +56,7 @@ $(STAMP):
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
-	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/' -e '/^(nvidia|cuda|triton)/d') \
+	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/' -e '/^(nvidia|cuda|triton|setuptools)/d') \
 	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/' -e '/^(trl|tokenizers|huggingface.hub|hf.xet|accelerate|peft)=/d') constraints.txt > $(PINS))
 	@# The C++ library is compiled beside; what pip would say in between of what is not there yet has no meaning.
 	@$(PIP) --no-deps -e . & built=$$!; \

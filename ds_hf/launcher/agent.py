@@ -74,7 +74,7 @@ class WorkerAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, on_failure: OnFailure, host: str, log_dir: str | None, grace: float, **options: Any
     ) -> None:
-        super().__init__(spec, shutdown_timeout=math.ceil(grace), **options)
+        super().__init__(spec, **options)
         self._grace = grace
         self._on_failure = on_failure
         self._host = host
@@ -95,8 +95,10 @@ class WorkerAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         failed = self._pcontext is not None and self._pcontext is self._told_of
         self._kill_later(GRACE_S if failed or death_sig == signal.SIGINT else self._grace)
-        super()._shutdown(death_sig, *args, **kwargs)
         context: Any = self._pcontext
+        if context is not None:  # the same once more in torch's own, which in torch 2.11 waits 30 seconds and no more
+            context.close(death_sig, math.ceil(self._grace))
+        super()._shutdown(death_sig, *args, **kwargs)
         if context is not None and context is self._told_of:
             # what failed workers had started themselves must not meet the next start
             _kill_groups([handler.proc for handler in context.subprocess_handlers.values()], all_of_them=True)
