@@ -236,12 +236,16 @@ def weights(engine: Engine) -> dict[str, Tensor]:
         return {name: param.detach().float().cpu() for name, param in engine.module.named_parameters()}
 
 
-def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2e-5) -> None:
+def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2e-5, once: float = 0.0) -> None:
     """A gradient that is nothing but rounding moves an element by the learning rate once columns are chosen anew; what
-    is updated at the wrong time differs by 1e-2."""
+    is updated at the wrong time differs by 1e-2.
+
+    Args:
+        once: by which an element of each parameter may be off, and another machine's products of 16 bits have it so.
+    """
     assert found[0] == pytest.approx(expected[0], rel=loss)
     for name, value in expected[1].items():
-        assert ((found[1][name] - value).norm() / value.norm()).item() < weight, name
+        assert (found[1][name] - value).norm().item() < weight * value.norm().item() + once, name
 
 
 CELLS = [
@@ -335,7 +339,7 @@ def narrow_cells() -> None:
         found = losses, weights(engine)
         engine.destroy()
         like, weight = (torch.bfloat16, 5e-3) if dtype == "bf16" else (torch.float16, 3e-3)
-        assert_like(found, plain(section, 1, 1, CLIP, dtype=like, scales=scales), loss=2e-3, weight=weight)
+        assert_like(found, plain(section, 1, 1, CLIP, dtype=like, scales=scales), 2e-3, weight, once=ADAMW["lr"])
 
 
 def test_narrow_parameters_and_steps_that_overflow() -> None:

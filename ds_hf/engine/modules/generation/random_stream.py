@@ -28,13 +28,13 @@ class RandomStream:
         self._cuda = device if device.type == "cuda" else None
         self._left: list[Tensor] = []  # the states that the last call found and left
         self._next: list[Tensor] = []  # where it stopped
-        self._seed: Any = None
+        self._seed: tuple[Any, ...] = ()
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
         """Calls inside draw from this stream."""
         found, seed = self._states(), _last_seeding()
-        begins = self._next if self._next and seed is self._seed and _same(found, self._left) else found
+        begins = self._next if self._next and seed == self._seed and _same(found, self._left) else found
         self._set(begins)
         try:
             yield
@@ -60,7 +60,8 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(map(torch.equal, left, right))
 
 
-def _last_seeding() -> Any:
-    """Something that is another object after each ``torch.manual_seed``, for who seeds with one number twice wants the
-    same numbers twice. torch keeps it as long as CUDA is not in use; there the states alone have to tell."""
-    return getattr(getattr(torch.cuda, "_lazy_seed_tracker", None), "manual_seed_all_cb", None)
+def _last_seeding() -> tuple[Any, ...]:
+    """Something that is unequal after each ``torch.manual_seed``, for who seeds with one number twice wants the same
+    numbers twice. torch keeps it for kinds of devices that are not in use, to seed those when they are."""
+    trackers = (getattr(module, "_lazy_seed_tracker", None) for module in (torch.cuda, torch.xpu, torch.mtia))
+    return tuple(getattr(tracker, "manual_seed_all_cb", None) for tracker in trackers)
