@@ -92,6 +92,22 @@ def test_training_goes_on_bit_for_bit(stage: int, more: dict[str, Any]) -> None:
     run_distributed(training_goes_on, 1, stage, more, timeout=120, backend="nccl")
 
 
+def seeded() -> None:
+    engine = engine_of(llama(), 2)
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        found.append([engine.generate(prompt(), max_new_tokens=12, do_sample=True) for _ in range(2)])
+    first, again, other = found
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(*first)
+    assert not torch.equal(first[0], other[0])
+
+
+def test_seeding_with_one_number_gives_the_same_samples() -> None:
+    run_distributed(seeded, 1, timeout=120, backend="nccl")
+
+
 def fifty(stage: int, more: dict[str, Any]) -> list[int]:
     engine = engine_of(llama(), stage, **more, bf16={"enabled": True})
     seen = []

@@ -102,6 +102,7 @@ def config(cell: Cell, stage: int) -> dict[str, Any]:
     if cell.mesh == "ep2":
         content["expert_parallel"] = {"enabled": True, "autoep_size": 2}
     zero = content["zero_optimization"]
+    content["ds_hf"] |= {"capture": "blocks"} if cell.way == "usual" and torch.cuda.is_available() else {}
     content["ds_hf"] |= WAYS.get(cell.way, {})
     zero |= {"alone": ALONE, "mics": {"mics_shard_size": 1} if stage == 3 else {}}.get(cell.way, {})
     if stage > 0 and cell.spares in ("states", "parameters"):
