@@ -13,21 +13,23 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.zero.grad_watch import GradientWatch
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
-__all__ = ["begin", "wrap_loop", "wrap_steps"]
+__all__ = ["begin", "counting_kept", "wrap_loop", "wrap_steps"]
 
 _ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is open
 _MADE = "_ds_hf_steps_made"  # of the optimizer of an engine that accelerate drives: steps since optimizer.step()
 _WATCH = "_ds_hf_used_gradients"  # of the same: tells who looks for gradients after the step
 _ADDED_UP = "_ds_hf_added_up"  # of an engine: the number of micro-batches a step that accelerate gave it last
+_trained: WeakSet[Any] = WeakSet()  # engines that accelerate has made to train
 
 
 def wrap_steps(module: ModuleType) -> None:
@@ -207,15 +209,49 @@ def _trains(model: Any, param: Tensor) -> bool:
     return updates and any(each is param for each in model.parameters())
 
 
+@contextmanager
+def counting_kept(accelerator: Any, given: Sequence[Any]) -> Iterator[None]:
+    """``prepare()`` of a model that only evaluates (a teacher) has no say in how many micro-batches a step has, which
+    accelerate takes from the file that it prepares and counts for all models together."""
+    content, count = accelerator.deepspeed_plugin.deepspeed_config, accelerator.gradient_accumulation_steps
+    trains = "optimizer" in content or any(hasattr(each, "param_groups") or _is_placeholder(each) for each in given)
+    if trains or not any(isinstance(each, nn.Module) for each in given):
+        yield
+        return
+    if not isinstance(content.get("train_batch_size"), int):
+        content["gradient_accumulation_steps"] = count
+    try:
+        yield
+    finally:
+        accelerator.gradient_accumulation_steps = count
+
+
 def begin(accelerator: Any, given: Sequence[Any], prepared: Sequence[Any]) -> None:
     """``prepare()`` has made an engine of what it was given: note how many micro-batches a step has, and tell what its
     placeholder of an optimizer says and the file's optimizer does not."""
     for each in prepared:
-        if isinstance(getattr(each, "plan", None), StatePlan):
-            vars(each)[_ADDED_UP] = accelerator.gradient_accumulation_steps
+        if isinstance(getattr(each, "plan", None), StatePlan) and each.optimizer is not None:
+            _tell_of_counts(each, accelerator.gradient_accumulation_steps)
     for each in given:
-        if type(each).__name__ == "DummyOptim":
+        if _is_placeholder(each):
             _tell_of_placeholder(each, accelerator.deepspeed_config.get("optimizer", {}).get("params", {}))
+
+
+def _is_placeholder(given: Any) -> bool:
+    return type(given).__name__ == "DummyOptim"
+
+
+def _tell_of_counts(engine: Any, count: int) -> None:
+    """``engine`` begins with ``count`` micro-batches a step, and so do those that train beside it from now on."""
+    vars(engine)[_ADDED_UP] = count
+    others = {vars(other)[_ADDED_UP] for other in _trained if not other.destroyed} - {count}
+    _trained.add(engine)
+    if others:
+        warn_once(
+            f"accelerate counts micro-batches for all models of a script together, and this prepare() says {count} a "
+            f"step: models that were prepared before, with {', '.join(map(str, sorted(others)))}, make their steps "
+            "alike from now on. Say the same gradient_accumulation_steps in all files and to every Accelerator"
+        )
 
 
 def _tell_of_placeholder(dummy: Any, params: Mapping[str, Any]) -> None:

@@ -22,10 +22,10 @@ from torch import nn
 from ds_hf.config.check import NOT_CHOSEN
 from ds_hf.config.schema import load_schema
 from ds_hf.errors import ConfigError
-from ds_hf.hf.accelerate_loop import begin, wrap_loop, wrap_steps
+from ds_hf.hf.accelerate_loop import begin, counting_kept, wrap_loop, wrap_steps
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import with_values
-from ds_hf.hf.resuming import load_whole_state
+from ds_hf.hf.resuming import load_every_engine, load_whole_state
 from ds_hf.hf.source import AUTO, fill_sizes, plain_config
 from ds_hf.hf.token_batches import follow_batches, with_batches
 from ds_hf.log import warn_once
@@ -183,7 +183,7 @@ def wrap_accelerator(module: ModuleType) -> None:
         config = accelerator.deepspeed_plugin.hf_ds_config
         for own in [arg.config for arg in args if isinstance(arg, nn.Module) and hasattr(arg, "config")]:
             fill_sizes(config, own)
-        with _environment(_sizes(accelerator.parallelism_config)):
+        with _environment(_sizes(accelerator.parallelism_config)), counting_kept(accelerator, args):
             prepared = wrapped(*args, **kwargs)
         begin(accelerator, args, prepared)
         follow_batches(accelerator, prepared)
@@ -220,6 +220,7 @@ def wrap_accelerator(module: ModuleType) -> None:
         return wrapped(*args, **kwargs)
 
     wrap(module, "load_accelerator_state", load_whole_state)
+    wrap(module, "Accelerator.load_state", load_every_engine)
     wrap(module, "Accelerator.__init__", with_known_plugin)
     wrap(module, "Accelerator.get_state_dict", with_all_experts)
     wrap_loop(module)

@@ -23,6 +23,7 @@ __all__ = [
     "check_resumed",
     "compare_with_engine",
     "keep_random_states",
+    "load_every_engine",
     "load_whole_state",
     "pass_over_unfinished",
     "unfinished",
@@ -204,6 +205,25 @@ def keep_random_states(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> 
     found = wrapped(*args, **kwargs)
     restore_random_states(before)
     return found
+
+
+def load_every_engine(wrapped: Wrapped, accelerator: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Around ``Accelerator.load_state``: an engine whose states are not there, as in what was saved without DeepSpeed,
+    has loaded nothing, which it only warns of."""
+
+    def check(_: Any, given: Any) -> None:
+        names = ["pytorch_model", *(f"pytorch_model_{number}" for number in range(1, len(accelerator._models)))]
+        folders = [Path(given) / name for name in names[: len(accelerator._models)]]
+        missing = [path for path in folders if not path.is_dir()]
+        _agree(given, f"{missing[0]}, the engine's states, is missing" if missing else "")
+
+    if not _deepspeed_trains():
+        return wrapped(*args, **kwargs)
+    hook = accelerator.register_load_state_pre_hook(check)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        hook.remove()
 
 
 def load_whole_state(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:

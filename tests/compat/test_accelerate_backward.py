@@ -13,6 +13,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DummyOptim
 from torch import Tensor
 
+from ds_hf.config.plan import StatePlan
 from ds_hf.hf.accelerate_loop import begin
 from ds_hf.log import forget_said
 from tests.compat.accelerate_user import DEVICE, LR, MICRO, Regressor, fresh_start, loader, loss_of, plain_batches
@@ -216,3 +217,22 @@ def test_what_a_placeholder_says_and_the_file_does_not_is_told() -> None:
     logging.getLogger("ds_hf").removeHandler(lines)
     (told,) = lines.texts
     assert "weight_decay=0.1, eps=1e-06" in told
+
+
+class Engine:
+    plan, optimizer, destroyed = object.__new__(StatePlan), object(), False
+
+
+def test_a_model_with_another_number_of_micro_batches_is_told() -> None:
+    """accelerate makes steps of all models by the number of the one that was prepared last."""
+    forget_said()
+    counts, engines = (2, 2, 3), [Engine(), Engine(), Engine()]
+    lines = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
+    told = []
+    for count, engine in zip(counts, engines, strict=True):
+        begin(SimpleNamespace(gradient_accumulation_steps=count), [], [engine])
+        told.append(len(lines.texts))
+    logging.getLogger("ds_hf").removeHandler(lines)
+    assert told == [0, 0, 1]
+    assert "says 3 a step: models that were prepared before, with 2, " in lines.texts[0]
