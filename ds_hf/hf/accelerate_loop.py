@@ -29,7 +29,7 @@ _ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is ope
 _MADE = "_ds_hf_steps_made"  # of the optimizer of an engine that accelerate drives: steps since optimizer.step()
 _WATCH = "_ds_hf_used_gradients"  # of the same: tells who looks for gradients after the step
 _ADDED_UP = "_ds_hf_added_up"  # of an engine: the number of micro-batches a step that accelerate gave it last
-_trained: WeakSet[Any] = WeakSet()  # engines that accelerate has made to train
+_TRAINED = "_ds_hf_trained"  # of accelerate's state of gradients, which all Accelerators share: engines that train
 
 
 def wrap_steps(module: ModuleType) -> None:
@@ -231,7 +231,7 @@ def begin(accelerator: Any, given: Sequence[Any], prepared: Sequence[Any]) -> No
     placeholder of an optimizer says and the file's optimizer does not."""
     for each in prepared:
         if isinstance(getattr(each, "plan", None), StatePlan) and each.optimizer is not None:
-            _tell_of_counts(each, accelerator.gradient_accumulation_steps)
+            _tell_of_counts(accelerator, each)
     for each in given:
         if _is_placeholder(each):
             _tell_of_placeholder(each, accelerator.deepspeed_config.get("optimizer", {}).get("params", {}))
@@ -241,11 +241,12 @@ def _is_placeholder(given: Any) -> bool:
     return type(given).__name__ == "DummyOptim"
 
 
-def _tell_of_counts(engine: Any, count: int) -> None:
-    """``engine`` begins with ``count`` micro-batches a step, and so do those that train beside it from now on."""
-    vars(engine)[_ADDED_UP] = count
-    others = {vars(other)[_ADDED_UP] for other in _trained if not other.destroyed} - {count}
-    _trained.add(engine)
+def _tell_of_counts(accelerator: Any, engine: Any) -> None:
+    """``engine`` begins with so many micro-batches a step, and so do those that train beside it from now on."""
+    count = vars(engine)[_ADDED_UP] = accelerator.gradient_accumulation_steps
+    trained: WeakSet[Any] = vars(accelerator.gradient_state).setdefault(_TRAINED, WeakSet())
+    others = {vars(other)[_ADDED_UP] for other in trained if not other.destroyed} - {count}
+    trained.add(engine)
     if others:
         warn_once(
             f"accelerate counts micro-batches for all models of a script together, and this prepare() says {count} a "

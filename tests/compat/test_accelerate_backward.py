@@ -226,12 +226,12 @@ class Engine:
 def test_a_model_with_another_number_of_micro_batches_is_told() -> None:
     """accelerate makes steps of all models by the number of the one that was prepared last."""
     forget_said()
-    counts, engines = (2, 2, 3), [Engine(), Engine(), Engine()]
+    counts, engines, shared = (2, 2, 3), [Engine(), Engine(), Engine()], SimpleNamespace()
     lines = Lines(logging.WARNING)
     logging.getLogger("ds_hf").addHandler(lines)
     told = []
     for count, engine in zip(counts, engines, strict=True):
-        begin(SimpleNamespace(gradient_accumulation_steps=count), [], [engine])
+        begin(SimpleNamespace(gradient_accumulation_steps=count, gradient_state=shared), [], [engine])
         told.append(len(lines.texts))
     logging.getLogger("ds_hf").removeHandler(lines)
     assert told == [0, 0, 1]
