@@ -245,14 +245,13 @@ def _tell_of_counts(accelerator: Any, engine: Any) -> None:
     """``engine`` begins with so many micro-batches a step, and so do those that train beside it from now on."""
     count = vars(engine)[_ADDED_UP] = accelerator.gradient_accumulation_steps
     trained: WeakSet[Any] = vars(accelerator.gradient_state).setdefault(_TRAINED, WeakSet())
-    others = {vars(other)[_ADDED_UP] for other in trained if not other.destroyed} - {count}
-    trained.add(engine)
-    if others:
+    if others := {vars(other)[_ADDED_UP] for other in trained if not other.destroyed} - {count}:
         warn_once(
-            f"accelerate counts micro-batches for all models of a script together, and this prepare() says {count} a "
-            f"step: models that were prepared before, with {', '.join(map(str, sorted(others)))}, make their steps "
-            "alike from now on. Say the same gradient_accumulation_steps in all files and to every Accelerator"
+            f"accelerate counts micro-batches for all models together, and prepare() says {count} a step now: models "
+            f"that were prepared before, with {', '.join(map(str, sorted(others)))}, make their steps alike. Say "
+            "the same gradient_accumulation_steps in all files"
         )
+    trained.add(engine)
 
 
 def _tell_of_placeholder(dummy: Any, params: Mapping[str, Any]) -> None:

@@ -235,4 +235,4 @@ def test_a_model_with_another_number_of_micro_batches_is_told() -> None:
         told.append(len(lines.texts))
     logging.getLogger("ds_hf").removeHandler(lines)
     assert told == [0, 0, 1]
-    assert "says 3 a step: models that were prepared before, with 2, " in lines.texts[0]
+    assert "says 3 a step now: models that were prepared before, with 2, " in lines.texts[0]
