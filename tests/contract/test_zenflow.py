@@ -245,7 +245,8 @@ def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2
     """
     assert found[0] == pytest.approx(expected[0], rel=loss)
     for name, value in expected[1].items():
-        assert (found[1][name] - value).norm().item() < weight * value.norm().item() + once, name
+        off, size = (found[1][name] - value).norm().item(), value.norm().item()
+        assert off < weight * size + once, f"{name}: {off:.2e} of {size:.2e}"
 
 
 CELLS = [

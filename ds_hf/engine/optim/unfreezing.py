@@ -94,8 +94,19 @@ class Unfreezing:
             self._refuse(flags)
             self.give_places([param for param in self._params if param.requires_grad])
             self._hooks.watch_gradients()
+            self._tell_compilers(flags)
             self._flags = flags
         self._reducer.ask(changed=changed)
+
+    def _tell_compilers(self, flags: list[bool]) -> None:
+        """torch 2.11's compiled code looks at a parameter again only where its module's dictionary has changed."""
+        before = self._flags or [not flag for flag in flags]
+        changed = {id(p) for p, old, new in zip(self._params, before, flags, strict=True) if old != new}
+        for module in self._units[0].module.modules():
+            for name, param in module._parameters.items():
+                if id(param) in changed:
+                    module._parameters[name] = None
+                    module._parameters[name] = param
 
     def _before_step(self) -> None:
         """See what scripts have done since the model was called, or since the last step where it was not."""
