@@ -7,9 +7,10 @@ themselves, commands by their own call. Rejected: ``repr``, which spells every q
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, TypeVar
 
-__all__ = ["counted", "harmless", "printable", "printable_json"]
+__all__ = ["counted", "harmless", "printable", "printable_json", "speak_any_language"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -33,6 +34,13 @@ def harmless(error: E) -> E:
     library quotes of a file."""
     error.args = tuple(printable(value) if isinstance(value, str) else value for value in error.args)
     return error
+
+
+def speak_any_language() -> None:
+    """Commands print as an escape what the encoding of a terminal or pipe lacks (ASCII, Latin-1)."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":  # else there is none, or it knows a way
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def counted(number: int, one: str, more: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import ds_hf.cli
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.cli.root import app
 from ds_hf.errors import CheckpointError, ConfigError, Fault
@@ -38,6 +39,19 @@ def test_printable_json() -> None:
     assert harmless(text)
     assert "ö" in text
     assert json.loads(text) == value
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_lacks_is_an_escape(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal or a pipe of another encoding than UTF-8 ends no command."""
+    stream = io.TextIOWrapper(out := io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr("sys.argv", ["ds-hf", "config", "check", "数é.json"])
+    with pytest.raises(SystemExit) as ended:
+        ds_hf.cli.main()
+    assert ended.value.code == 1
+    stream.flush()
+    assert r"faulty: \u6570" in out.getvalue().decode(encoding)
 
 
 def test_errors() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from ds_hf.printable import speak_any_language
 from ds_hf.processes import signals_interrupt
 from ds_hf.stand_in import beside_real
 
@@ -19,6 +20,7 @@ def main() -> None:
     """Entry point of the ``ds-hf`` script."""
     from ds_hf.cli.root import app  # every command; who starts only one of them imports that
 
+    speak_any_language()
     if (told := beside_real()) and "doctor" not in sys.argv[1:2]:  # which tells it among its facts
         sys.stderr.write(f"ds_hf: {told}\n")
     with signals_interrupt():

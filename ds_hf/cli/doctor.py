@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.launcher.handover import call_real, real_deepspeed
-from ds_hf.printable import printable, printable_json
+from ds_hf.printable import printable, printable_json, speak_any_language
 
 __all__ = ["doctor_command", "report_main"]
 
@@ -77,6 +77,7 @@ def report_main() -> None:
     """Entry point of the script ``ds_report``: the doctor's report, or that of the DeepSpeed that is installed."""
     if real_deepspeed() is not None:
         sys.exit(call_real("deepspeed.env_report", "cli_main"))
+    speak_any_language()
     app = typer.Typer(add_completion=False)
     app.command()(doctor_command)
     app(prog_name="ds_report")

@@ -22,6 +22,7 @@ from ds_hf.launcher.handover import call_real, real_deepspeed
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
 from ds_hf.launcher.options import LAUNCHERS, LaunchOptions
 from ds_hf.log import complain
+from ds_hf.printable import speak_any_language
 from ds_hf.processes import signals_interrupt
 
 __all__ = ["EXAMPLES", "add_run_command", "deepspeed_main"]
@@ -191,6 +192,8 @@ def deepspeed_main(args: list[str] | None = None) -> None:
     """
     if real_deepspeed() is not None:
         sys.exit(call_real("deepspeed.launcher.runner", "main"))
+    if args is None:
+        speak_any_language()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT, epilog=EXAMPLES)(run_command)
     app(args, prog_name="deepspeed", obj=None if args is None else LaunchError)

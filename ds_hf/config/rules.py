@@ -238,6 +238,10 @@ def _wire(config: Config, draft: Draft) -> None:
     if zero.zeropp_loco_param is not None and not narrow_gradients:
         message = "LoCo makes up for what gradients in few bits lose, and here they travel as they are"
         draft.fault(f"{base}/zeropp_loco_param", message, 'add "zero_quantized_gradients": true, or remove it')
+    if wire.first_hop != "auto" and not narrow_gradients:
+        draft.warn("/ds_hf/wire/first_hop", "no effect: gradients do not travel in few bits", 'add "gradients": 8')
+    if wire.block != type(wire)().block and not (narrow_gradients or narrow_weights):
+        draft.warn("/ds_hf/wire/block", "no effect: nothing travels in few bits", 'add "gradients": 8')
 
 
 def _activation_budget(config: Config, draft: Draft) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         Raises:
             ValueError: it is not a multiple of micro-batch x data-parallel processes.
         """
+        train_batch_size = _samples("train_batch_size", train_batch_size)
         per_micro_batch = self.batch.micro * self.mesh.shape.data
         if train_batch_size < 1 or train_batch_size % per_micro_batch:
             raise ValueError(
@@ -147,6 +149,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that the caller's micro-batches have another size now; accumulation stays."""
+        micro_batch_size = _samples("micro_batch_size", micro_batch_size)
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is at least 1, not {micro_batch_size}")
         steps = self.accumulation.steps
@@ -389,3 +392,10 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
     def compile_report(self) -> CompileReport:
         """Compiled modules, graphs and graph breaks so far."""
         return self.compiler.report()
+
+
+def _samples(name: str, value: float) -> int:
+    """A size of a batch as an integer, which 8.0 is as well."""
+    if isinstance(value, bool) or not isinstance(value, Real) or float(value) % 1 != 0:
+        raise ValueError(f"{name} is a whole number of samples, not {value!r}")
+    return int(value)

@@ -245,6 +245,8 @@ def _divide(
         place_experts(model, mesh)
     if isinstance(model, StageModule):
         return _set_chunks(model, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
+    if settings.ds_hf.pipeline.chunks > 1:
+        warn_once(f"ds_hf.pipeline.chunks has no effect: {type(model).__name__} is not a PipelineModule")
     return model_parameters
 
 

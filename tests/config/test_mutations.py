@@ -132,6 +132,24 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/steps_per_print", "often", "number"),
     # wrong values
     (SCHED + "/warmup_max_lr", -7, "at least 0"),
+    (
+        "/scheduler",
+        {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": -1}},
+        "at least 0",
+        SCHED + "/cos_min_ratio",
+    ),
+    (
+        "/scheduler",
+        {"type": "LRRangeTest", "params": {"lr_range_test_step_rate": -1}},
+        "at least 0",
+        SCHED + "/lr_range_test_step_rate",
+    ),
+    (
+        "/scheduler",
+        {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": [1]}},
+        "less than 1",
+        SCHED + "/cycle_max_mom/0",
+    ),
     (SCHED + "/warmup_max_lr", [], "too few"),
     (SCHED + "/warmup_max_lr", None, "null"),
     (SCHED + "/warmup_max_lr", [0.1, -0.1], "at least 0", SCHED + "/warmup_max_lr/1"),

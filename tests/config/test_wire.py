@@ -47,6 +47,16 @@ def test_bits(stage: int, zero: dict[str, Any], wire: dict[str, Any] | None, bit
     assert (plan.optimizer.bits, plan.loco, plan.first_hop) == (None, None, "auto")
 
 
+def test_what_has_no_effect_is_told() -> None:
+    def told(stage: int, zero: dict[str, Any], wire: dict[str, Any]) -> list[str]:
+        return [warning.pointer for warning in load_config(config(stage, zero, wire), world_size=8).warnings]
+
+    hop, block = "/ds_hf/wire/first_hop", "/ds_hf/wire/block"
+    assert told(2, {}, {"first_hop": 4, "block": 512}) == [hop, block]
+    assert told(3, {"zero_quantized_weights": True}, {"first_hop": 4, "block": 512}) == [hop]
+    assert told(2, {}, {"first_hop": 4, "block": 512, "gradients": 8}) == []
+
+
 def test_feedback_and_hops() -> None:
     zero = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.5}}
     plan = plan_states(load_config(config(2, zero, {"first_hop": 4, "block": 512}), world_size=8))

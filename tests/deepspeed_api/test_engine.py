@@ -54,6 +54,12 @@ def batch_sizes() -> dict[str, object]:
         engine.set_train_batch_size(12)
     with pytest.raises(ValueError, match="at least 1"):
         engine.set_train_micro_batch_size(0)
+    for wrong in ("10", 10.5, True, None, float("inf")):
+        for change in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
+            with pytest.raises(ValueError, match="a whole number of samples"):
+                change(wrong)  # type: ignore[arg-type]
+    engine.set_train_batch_size(10.0)  # type: ignore[arg-type]
+    assert [type(size) for size in engine.get_batch_info()] == [int] * 3
     with pytest.raises(AttributeError, match="neither the engine nor TinyLM"):
         _ = engine.no_such_thing
     found["through"] = engine.embedding is engine.module.embedding

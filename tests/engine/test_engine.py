@@ -370,7 +370,10 @@ def bad_calls() -> None:
             initialize(**arguments)  # type: ignore[arg-type]
         with pytest.raises(AssertionError, match=message):  # what DeepSpeed raises
             initialize(**arguments)  # type: ignore[arg-type]
-    engine = make(2)
+    logger.addHandler(lines := Lines())
+    engine = make(2, ds_hf={"pipeline": {"chunks": 2}})
+    logger.removeHandler(lines)
+    assert "ds_hf.pipeline.chunks has no effect: Stack is not a PipelineModule" in lines.texts
     output = engine(batch())
     for loss, kind, message in [
         (output, ValueError, "reduce it"),

@@ -485,7 +485,41 @@ def without_gradients(stage: int, decay: float, frozen: bool) -> list[str]:
     return [text for text in lines.texts if "no gradient in this step" in text]
 
 
+class Layers(nn.Module):
+    """A list of layers is blocks: each is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.blocks[0](x)
+        return first
+
+
+def a_unit_without_gradients(stage: int) -> None:
+    """What is told is what happens: one process passes over it, as torch does; several decay it."""
+    forget_said()
+    logger.addHandler(lines := Lines())
+    model = Layers()
+    before = model.blocks[1].weight.detach().clone()
+    wanted = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+    engine = initialize(model=model, config=base_config(stage, optimizer=wanted))[0]
+    engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+    engine.step()
+    logger.removeHandler(lines)
+    alone = dist.get_world_size() == 1
+    with GatheredParameters(list(model.parameters())):
+        torch.testing.assert_close(model.blocks[1].weight.data, before if alone else before * 0.99)
+    engine.destroy()
+    told = [text for each in every(lines.texts) for text in each if "no gradient in this step" in text]
+    assert bool(told) != alone
+
+
 def parts_without_gradients() -> None:
+    for stage in (0, 2, 3):
+        a_unit_without_gradients(stage)
     for stage in (0, 1, 3):
         for decay in (0.0, 0.1):
             told = [text for each in every(without_gradients(stage, decay, False)) for text in each]

@@ -46,7 +46,7 @@ class SwapPool:
     def __init__(self, folder: SwapFolder, aio: Aio, slots: int, *, pinned: bool) -> None:
         # In this order: what dies first when the pool does must not be the memory that requests still use.
         self._folder, self._aio, self._pinned = folder, aio, pinned
-        self._slots = [_Slot() for _ in range(max(slots, 2))]
+        self._most, self._slots = max(slots, 2), list[_Slot]()  # made as they are used
         self._paths: dict[Block, Path] = {}
         self._removed = 0  # blocks
         self._clock = 0
@@ -78,7 +78,7 @@ class SwapPool:
 
     def prefetch(self, block: Block) -> None:
         """Begin to bring the block in, unless that takes the place of the one visited last."""
-        if self._find(block) is None and len(self._slots) > 1:
+        if self._find(block) is None and self._most > 1:
             self._load(block, read=True)
 
     def flush(self, block: Block) -> None:
@@ -118,7 +118,7 @@ class SwapPool:
             if slot.request is not None:
                 _wait_quietly(slot.request)
             slot.readers.on_host()
-        self._slots = []
+        self._most, self._slots = 0, []
         self._paths.clear()
         self._aio.close()
         self._folder.close()
@@ -148,7 +148,11 @@ class SwapPool:
         return slot
 
     def _free_slot(self) -> _Slot:
-        slot = min(self._slots, key=lambda s: (s.block is not None, s.visited))
+        slot = next((slot for slot in self._slots if slot.block is None), None)
+        if slot is None and len(self._slots) < self._most:
+            slot = _Slot()
+            self._slots.append(slot)
+        slot = slot or min(self._slots, key=lambda s: s.visited)
         if slot.block is not None:
             self.flush(slot.block)
             self._wait(slot)

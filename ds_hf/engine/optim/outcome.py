@@ -364,7 +364,10 @@ class Unused:
             states: of the segments, those that are in memory.
             whole: every rank owns everything.
         """
-        lacking = {gradient: found for gradient in groups if (found := gradient.without)} if self._looks else {}
+        if not self._looks:
+            return
+        # A unit that has none at all, on one process, is passed over as in torch.
+        lacking = {gradient: found for gradient in groups if gradient.has_reduced and (found := gradient.without)}
         if not lacking or not getattr(inner, "reduces", True):  # processes have gradients of their own
             return
         self._looks -= 1

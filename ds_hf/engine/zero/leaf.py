@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.log import warn_once
 
 __all__ = [
     "Choice",
@@ -141,8 +142,15 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def mark_leaves(
     model: nn.Module, classes: Sequence[str], names: Sequence[str], name_suffixes: Sequence[str]
 ) -> list[nn.Module]:
-    """Mark what the JSON's ``zero_optimization.leaf_module`` names; classes that do not occur are passed over."""
+    """Mark what the JSON's ``zero_optimization.leaf_module`` names. Names that do not occur are told; classes are
+    passed over, for there is a list of them by default."""
     marked = []
+    paths = [name for name, _ in model.named_modules()]
+    missing = [name for name in names if name not in paths]
+    missing += [suffix for suffix in name_suffixes if not any(path.endswith(suffix) for path in paths)]
+    if missing:
+        text = f"zero_optimization.leaf_module: no module of {type(model).__name__} is called {', '.join(missing)}"
+        warn_once(f"{text}, or ends in it")
     for name, module in model.named_modules():
         by_name = name in names or any(name.endswith(suffix) for suffix in name_suffixes)
         if by_name or _matches(module, classes):

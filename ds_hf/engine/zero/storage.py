@@ -133,7 +133,7 @@ class FetchOrder:
             self._after[self._last] = shard
             before = self._last[1]
         place = self._last = (before, shard)
-        for step in range(self._depth):
+        for step in range(min(self._depth, len(self._after))):
             following = self._after.get(place)
             if following is None or following is shard:
                 return

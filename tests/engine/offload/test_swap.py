@@ -61,6 +61,14 @@ def test_values_come_back_whatever_the_order(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_slots_that_no_block_needs_are_not_made(tmp_path: Path) -> None:
+    """``buffer_count`` may be any number."""
+    pool, blocks = pool_of(tmp_path, 1000, 3)
+    assert [pool.in_memory(block) for block in blocks] == [True] * 3
+    assert len(pool._slots) == 3
+    pool.close()
+
+
 def test_at_rest_there_are_shapes_and_no_values(tmp_path: Path) -> None:
     pool, blocks = pool_of(tmp_path, 2, 4)
     at_rest = [block for block in blocks if block.memory is None]

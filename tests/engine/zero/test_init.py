@@ -21,6 +21,7 @@ from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init, ZeroParamStatus
 from ds_hf.engine.zero.leaf import (
     get_z3_leaf_modules,
+    mark_leaves,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
@@ -311,6 +312,14 @@ def test_leaves() -> None:
     assert set_z3_leaf_modules_by_suffix(model, [".2"]) == ([model.blocks[2]], [])
     assert get_z3_leaf_modules(model) == [model.blocks[0], model.blocks[2]]
     assert len(set_z3_leaf_modules(model, [f"{Layer.__module__}.Layer"])) == 3
+
+
+def test_leaves_of_a_file_that_are_not_there_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    assert mark_leaves(model, ["Missing"], ["blocks.0"], [".2"]) == [model.blocks[0], model.blocks[2]]
+    assert not caplog.messages
+    assert mark_leaves(model, [], ["blocks.0", "blocks.9"], ["mlp"]) == [model.blocks[0]]
+    assert "no module of Stack is called blocks.9, mlp, or ends in it" in caplog.text
 
 
 def skipped_initialisation() -> None:
