@@ -41,6 +41,7 @@ __all__ = [
     "get_optim_files",
     "in_file_order",
     "model_states_name",
+    "naming_the_file",
     "optimizer_states_name",
     "pickled",
     "replace_text",
@@ -249,7 +250,7 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
     """Write a safetensors file."""
     ordered = in_file_order(entries)
     written = WrittenFile(0, "")
-    with _named(path), path.open("xb", buffering=0) as file:
+    with naming_the_file(path), path.open("xb", buffering=0) as file:
         out = _SummingWriter(file)
         out.write(safetensors_header((key, entry.shape, entry.dtype) for key, entry in ordered)[0])
         for key, entry in ordered:
@@ -268,7 +269,7 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def naming_the_file(path: Path) -> Iterator[None]:
     """A write that fails, on a full disk, does not tell of which file."""
     try:
         yield
@@ -303,7 +304,7 @@ def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
 
 def write_bytes(path: Path, content: bytes) -> WrittenFile:
     """Write a new file."""
-    with _named(path), path.open("xb", buffering=0) as file:
+    with naming_the_file(path), path.open("xb", buffering=0) as file:
         out = _SummingWriter(file)
         out.write(content)
         os.fsync(file.fileno())
@@ -324,7 +325,7 @@ def write_pickled(path: Path, content: dict[str, Any]) -> int:
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> int:
     """Write a new text file and return its size in bytes."""
-    with _named(path), path.open("x", encoding="utf-8") as file:
+    with naming_the_file(path), path.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ds_hf.checkpoint.aside import CONFIG, in_shards, pointed_at, publish_weights, weights_aside
-from ds_hf.checkpoint.files import safetensors_header
+from ds_hf.checkpoint.files import naming_the_file, safetensors_header
 from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.model_files import Switched, copy_model_files, edit_config, find_model_folder, require_config
@@ -79,11 +79,12 @@ class _Shard:
         self._head, self._offsets = safetensors_header(tensors, metadata)
 
     def write(self, name: str, value: Tensor) -> None:
-        if self._file is None:
-            self._file = self.path.open("xb")
-            self._file.write(self._head)
-        self._file.seek(len(self._head) + self._offsets[name])
-        self._file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        with naming_the_file(self.path):
+            if self._file is None:
+                self._file = self.path.open("xb")
+                self._file.write(self._head)
+            self._file.seek(len(self._head) + self._offsets[name])
+            self._file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.missing -= 1
         if not self.missing:
             self.sync()
@@ -93,14 +94,17 @@ class _Shard:
         if self._file is None and not self.path.exists():
             self.path.write_bytes(self._head)
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with naming_the_file(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
     def close(self) -> None:
+        """Of a file that is not whole, and goes: what it could not take it cannot take now."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 class ShardedWriter:

@@ -25,6 +25,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.hostile import killed_at
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
+from tests.engine.offload.test_aio import files_of_at_most
 from tests.helpers.distributed import run_distributed
 
 STAGES = (0, 1, 2, 3)
@@ -183,6 +184,17 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    def fill() -> None:
+        with ShardedWriter(tmp_path, _specs(2, 1000)) as writer:
+            for index in range(2):
+                writer.put(f"w{index}", torch.zeros(1000))
+
+    with files_of_at_most(5000), pytest.raises(OSError, match=r"too large: '.*/model\.safetensors'"):
+        fill()
+    assert not list(tmp_path.iterdir())
 
 
 def _model_folder(folder: Path, size: int) -> Path:
