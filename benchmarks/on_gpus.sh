@@ -9,6 +9,8 @@
 #                   the first too, but not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels and of four GPUs
+#   suite 1, 3      the tests for CPUs with that machine's torch, 2.11, and its CPU, of other products of bf16; those
+#                   that ask for TRL, datasets, scikit-build-core or ruff, which it lacks, fail
 #   four 4, 8       the latter; beside others on the same GPUs they run into their time limits
 #   training 2, 9   benchmarks/training.py, the rows of docs/measurements.md; ROWS="3 7" for some of them
 #   captured 2, 4   small steps, with blocks in CUDA graphs and without
@@ -81,6 +83,11 @@ tests() {
   "${test[@]}" -n 3 -k "not ($timed)" "${large[@]}"
   wait $!
   "${test[@]}" -k "$timed" tests/gpu
+}
+
+suite() {
+  python3 -m pytest -q -W ignore -m "not slow and not gpu" --timeout 200 -rfE --tb short -p no:benchmark -n logical \
+    --continue-on-collection-errors --ignore tests/gpu tests
 }
 
 four() { python3 -m pytest -v -W ignore -m "" --timeout 150 -ra --tb short -p no:benchmark -n 3 tests/gpu/test_four.py; }
