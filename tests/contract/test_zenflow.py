@@ -241,7 +241,8 @@ def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2
     is updated at the wrong time differs by 1e-2.
 
     Args:
-        once: by which an element of each parameter may be off, and another machine's products of 16 bits have it so.
+        once: by which an element of each parameter may be off: on other machines, with other products of 16 bits, it may
+            go the other way in a step.
     """
     assert found[0] == pytest.approx(expected[0], rel=loss)
     for name, value in expected[1].items():
@@ -340,7 +341,7 @@ def narrow_cells() -> None:
         found = losses, weights(engine)
         engine.destroy()
         like, weight = (torch.bfloat16, 5e-3) if dtype == "bf16" else (torch.float16, 3e-3)
-        assert_like(found, plain(section, 1, 1, CLIP, dtype=like, scales=scales), 2e-3, weight, once=ADAMW["lr"])
+        assert_like(found, plain(section, 1, 1, CLIP, dtype=like, scales=scales), 2e-3, weight, once=2 * ADAMW["lr"])
 
 
 def test_narrow_parameters_and_steps_that_overflow() -> None:
