@@ -241,8 +241,8 @@ def assert_like(found: Run, expected: Run, loss: float = 1e-6, weight: float = 2
     is updated at the wrong time differs by 1e-2.
 
     Args:
-        once: by which an element of each parameter may be off: on other machines, with other products of 16 bits, it may
-            go the other way in a step.
+        once: by which an element of each parameter may be off: on other machines, with other products of 16 bits, it
+            may go the other way in a step.
     """
     assert found[0] == pytest.approx(expected[0], rel=loss)
     for name, value in expected[1].items():

@@ -517,9 +517,30 @@ def a_unit_without_gradients(stage: int) -> None:
     assert bool(told) != alone
 
 
+def a_loss_of_old_weights(stage: int) -> None:
+    """Two losses and a step between their backwards, where torch raises; and both backwards before it."""
+    forget_said()
+    logger.addHandler(lines := Lines(logging.WARNING))
+    config = base_config(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}}) | {"gradient_accumulation_steps": 2}
+    engine = initialize(model=Branches(), config=config)[0]
+    for index in range(3):
+        first, second = (engine(batch(index, rank), True).square().mean() for rank in (0, 1))
+        for loss in (first, second):
+            engine.backward(loss)
+            if index == 2:
+                engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+        told = [text for each in every(lines.texts) for text in each if "computed before the last step" in text]
+        assert len(told) == (index == 2), (index, lines.texts)
+    logger.removeHandler(lines)
+    engine.destroy()
+
+
 def parts_without_gradients() -> None:
     for stage in (0, 2, 3):
         a_unit_without_gradients(stage)
+    for stage in (0, 3):
+        a_loss_of_old_weights(stage)
     for stage in (0, 1, 3):
         for decay in (0.0, 0.1):
             told = [text for each in every(without_gradients(stage, decay, False)) for text in each]

@@ -71,7 +71,7 @@ class Unfreezing:
         self._new: dict[str, nn.Parameter] = {}  # that were put into the model since, and that nothing was said of yet
         self._told_new: set[int] = set()  # ids of those of which it was
         self.compare_settings: Callable[[], int] = lambda: 0  # with other processes'; says after how many steps again
-        self._steps, self._steps_until = 0, 1
+        self._steps_until = 1
         if optimizer is not None:
             hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self._before_step
             optimizer.on_edit, self._writes = self.regroup, _LostWrites(optimizer)
@@ -116,11 +116,11 @@ class Unfreezing:
         else:
             self.look()
         self._writes.tell()
-        self._steps += 1
+        self._hooks.steps += 1
         self._steps_until -= 1
         if not self._steps_until:
             self._steps_until = self.compare_settings()
-        if not self._steps & (self._steps - 1) or not self._steps % 64:
+        if not (steps := self._hooks.steps) & (steps - 1) or not steps % 64:
             self._hooks.grown = True  # or may be: what is put into ``module._modules`` tells no hook
 
     def _follow_edits(self, optimizer: ShardedOptimizer) -> None:

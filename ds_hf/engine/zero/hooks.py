@@ -43,7 +43,7 @@ from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit, UnitCall, in_backward, on_gradient, tensors_in
 from ds_hf.errors import DsHfError
-from ds_hf.log import log_once
+from ds_hf.log import log_once, warn_once
 
 __all__ = ["Hook", "UnitHooks"]
 
@@ -136,6 +136,7 @@ class UnitHooks:
         self._makes_graph = False  # the present backward is none
         self._graphs_to_check = 4 if shards else 0  # calls of the model in which early uses are looked for
         self.driven = False  # Engine.backward runs: it flushes by itself
+        self.steps = 0  # that the optimizer has begun
         self.needs_scale = needs_scale
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         self.sharing = sharing or Sharing()
@@ -494,7 +495,7 @@ class UnitHooks:
                 t for t in tensors_in(output) if t.requires_grad and not (call is not None and call.has_input(t))
             ]
             for tensor in watched:
-                on_gradient(tensor, partial(self._pre_backward, unit, call))
+                on_gradient(tensor, partial(self._pre_backward, unit, call, self.steps))
             if watched and call is not None and call.inputs and not recomputing:
                 unit.awaited += 1
             if watched and call is not None and self._open and not recomputing:
@@ -557,7 +558,13 @@ class UnitHooks:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, unit: Unit, call: UnitCall | None, grad: Tensor) -> None:
+    def _pre_backward(self, unit: Unit, call: UnitCall | None, steps: int, grad: Tensor) -> None:
+        if steps != self.steps and not unit.name:
+            warn_once(
+                "backward of a loss that was computed before the last step: the weights have changed since, and its "
+                "gradients are of neither the old ones nor the new ones. Plain torch makes this an error. Compute the "
+                "loss after the step, or run the backward of all losses before it"
+            )
         if self.reducer.shown:
             self.reducer.take_back()
         if call is not None and torch.is_grad_enabled():  # with create_graph=True
