@@ -367,7 +367,7 @@ class Unused:
         if not self._looks:
             return
         # A unit that has none at all, on one process, is passed over as in torch.
-        lacking = {gradient: found for gradient in groups if gradient.has_reduced and (found := gradient.without)}
+        lacking = {gradient: found for gradient in groups if (found := gradient.without) and gradient.has_reduced}
         if not lacking or not getattr(inner, "reduces", True):  # processes have gradients of their own
             return
         self._looks -= 1
