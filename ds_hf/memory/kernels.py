@@ -19,6 +19,7 @@ __all__ = ["AsOnCuda", "workspace"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # the widest head of flash attention
+_ALIGNED = 16  # elements of a mask's row
 _aten = torch.ops.aten
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
@@ -61,9 +62,8 @@ def _attention(
         flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         result: Tensor = flash[0]
         return result[..., :head] if spare else result
-    learned = attn_mask is not None and attn_mask.requires_grad  # T5's position bias: no fused kernel for it
-    if learned and same_heads and not is_causal:
-        assert attn_mask is not None
+    # Fused kernels read a row's numbers side by side; T5's position bias lay otherwise up to transformers 5.17.
+    if attn_mask is not None and attn_mask.stride(-1) != 1 and same_heads and not is_causal:
         return _plain(query, key, value, attn_mask, dropout_p, scale)
     if query.dim() == 4 and same_heads:
         bias = _bias(query, key, attn_mask)
@@ -85,12 +85,15 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout_p: f
 
 
 def _bias(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask as numbers, broadcast without being copied."""
+    """The mask as numbers, broadcast without being copied where its rows begin at whole vectors."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
-    return mask.expand(*query.shape[:3], key.shape[-2])
+    length = key.shape[-2]
+    if length % _ALIGNED and mask.shape[-1] == length:
+        mask = F.pad(mask, (0, -length % _ALIGNED))[..., :length]  # a copy, which backward keeps
+    return mask.expand(*query.shape[:3], length)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -130,11 +130,14 @@ def test_numbers_and_memory(stage: int, dtype: str | None, world: int) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_both_kinds_of_checkpoint(reentrant: bool) -> None:
-    (found,) = run_distributed(both_kinds, 1, reentrant, timeout=120, backend="nccl")
-    assert found["offload"]["numbers"] == pytest.approx(found["plain"]["numbers"], rel=2e-3)
+    (found,) = run_distributed(
+        both_kinds, 1, reentrant, timeout=120, backend="nccl", env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    )
+    assert found["offload"]["numbers"] == found["plain"]["numbers"]
 
 
 def both_kinds(reentrant: bool) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)  # what attention sums in any order moves the last losses by 0.2 %
     return {name: run(2, "bf16", WAYS[name], reentrant) for name in ("plain", "offload")}
 
 
