@@ -47,7 +47,7 @@ def kept(learned: bool, dropout: float, side_by_side: bool = True, length: int =
     ],
 )
 def test_what_lies_otherwise_keeps_the_scores(learned: bool, dropout: float, side_by_side: bool, each: int) -> None:
-    """As `torch._fused_sdp_choice` said on an H200, torch 2.11: a bias is fused, learned or not, if its rows lie whole."""
+    """`torch._fused_sdp_choice` on an H200, torch 2.11: a bias is fused, learned or not, if its rows lie whole."""
     assert kept(learned, dropout, side_by_side) == {"scores": SCORES * each, "longer": 0}
 
 
