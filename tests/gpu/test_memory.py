@@ -15,14 +15,15 @@ from tests.helpers.distributed import run_distributed
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LLAMA = "llama:hidden=1024,layers=8,heads=16,kv_heads=8,intermediate=2816,vocab=32000"
+T5 = "t5:d_model=768,d_ff=3072,num_layers=4,num_heads=12"  # whose attention has a bias that is trained
 
 
-def peaks(world_size: int, cells: list[tuple[int, bool, str]]) -> list[tuple[int, int]]:
+def peaks(world_size: int, cells: list[tuple[str, int, bool, str]]) -> list[tuple[int, int]]:
     """Predicted and measured bytes of the third step."""
     found = []
-    for stage, checkpointing, dtype in cells:
+    for spec, stage, checkpointing, dtype in cells:
         workload = Workload(micro_batch=4, seq_len=1024, gradient_checkpointing=checkpointing)
-        predictor = Predictor(LLAMA, workload)
+        predictor = Predictor(spec, workload)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
@@ -55,7 +56,8 @@ def peaks(world_size: int, cells: list[tuple[int, bool, str]]) -> list[tuple[int
 def test_within_ten_percent(world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices, found {torch.cuda.device_count()}")
-    cells = [(0, False, "bf16"), (2, True, "bf16"), (3, False, "bf16"), (3, True, "bf16"), (2, False, "fp32")]
+    llamas = [(0, False, "bf16"), (2, True, "bf16"), (3, False, "bf16"), (3, True, "bf16"), (2, False, "fp32")]
+    cells = [*((LLAMA, *cell) for cell in llamas), (T5, 2, False, "bf16")]
     for rank in run_distributed(peaks, world_size, world_size, cells, timeout=120, backend="nccl"):
         for cell, (predicted, measured) in zip(cells, rank, strict=True):
             assert predicted == pytest.approx(measured, rel=0.1), cell

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def apart(rank: Any, first: int, work: float, talk: float) -> float:
 
 
 def cost(folder: Path, stage: int) -> tuple[float, float]:
-    """Median seconds of a step without and with a report, in turns."""
+    """Seconds of a step without and with a report, in turns; the least, as a busy host only adds to them."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(3):
         for on in (False, True):
@@ -130,7 +129,7 @@ def cost(folder: Path, stage: int) -> tuple[float, float]:
                 times[on].append((time.perf_counter() - begun) / 8)
             engine.destroy()
             torch.cuda.empty_cache()
-    return statistics.median(times[False]), statistics.median(times[True])
+    return min(times[False]), min(times[True])
 
 
 @pytest.mark.alone
