@@ -6,16 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.interpreter import python
+
+_EARLY = """
+import json, sys
+import ds_hf
+print(json.dumps(sorted(name for name in sys.modules if name.startswith(("ds_hf", "deepspeed", "torch")))))
+"""
 
 # What a script has of `deepspeed`, by either name; `served` is the module that `ds_hf` took it from.
 _SAME = """
 import importlib, json, pkgutil, sys
 import ds_hf as by_ours
-early = sorted(name for name in sys.modules if name.startswith(("ds_hf", "deepspeed", "torch")))
 import ds_hf.zero
 from ds_hf.ops.adam import FusedAdam
 from ds_hf.runtime.zero.partition_parameters import ZeroParamStatus
@@ -38,7 +44,7 @@ for name in modules:
 loaded = [module for name, module in sys.modules.items() if name.startswith(("ds_hf", "deepspeed"))]
 files = [module.__file__ for module in {id(m): m for m in loaded}.values() if getattr(module, "__file__", None)]
 print(json.dumps({
-    "early": early, "different": different, "modules": len(modules), "others": others,
+    "different": different, "modules": len(modules), "others": others,
     "twice": sorted({file for file in files if files.count(file) > 1}),
     "zero": by_ours.zero is by_theirs.zero is ds_hf.zero is sys.modules["ds_hf.zero"],
     "class": adam.FusedAdam is FusedAdam, "spec": adam.__spec__.name,
@@ -67,59 +73,8 @@ ROOMS = ("checkpoint", "compression", "inference", "launcher")  # called like mo
 _REAL = _REFUSED.replace("import deepspeed.runtime\n", "")
 
 
-def _run(code: str, *words: str, **more: str) -> Any:
-    environment = {**os.environ, "PYTHONPATH": "", **more}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_every_name_and_module_is_the_one_below_deepspeed() -> None:
-    found = _run(_SAME)
-    assert found["early"] == ["ds_hf"], "importing ds_hf imports nothing"
-    # The rooms that are called like DeepSpeed's modules stay what they are.
-    assert found["different"] == ["checkpoint", "inference", "launcher"]
-    inside = {"deepspeed.compression.compress", "deepspeed.inference.config", "deepspeed.inference.engine"}
-    assert set(found["others"]) == inside | {f"deepspeed.{room}" for room in ROOMS}
-    assert found["modules"] > 120
-    assert found["twice"] == []
-    assert (found["zero"], found["class"], found["version"]) == (True, True, True)
-    assert found["spec"] == "deepspeed.ops.adam"
-
-
-def test_what_is_not_there_is_told() -> None:
-    found = _run(_REFUSED)
-    told = found["told"]
-    assert found["served"] == "deepspeed.comm"
-    absent = "in DeepSpeed or in ds_hf, which serves the name deepspeed here"
-    assert told["deepspeed.nonsense"] == ["AttributeError", f"there is no deepspeed.nonsense {absent}"]
-    assert told["import ds_hf.nonsense"] == ["ModuleNotFoundError", f"there is no deepspeed.nonsense {absent}"]
-    assert "Take LoRA of peft instead" in told["import ds_hf.linear"][1]
-    assert "does not provide deepspeed.ops.transformer (yet)" in told["import ds_hf.ops.transformer"][1]
-    assert f"there is no deepspeed.checkpoint.nonsense {absent}" in told["from ds_hf.checkpoint import nonsense"][1]
-    assert told["deepspeed.autotune"] == [
-        "AttributeError",
-        "module 'ds_hf' has no attribute 'autotune' before it is imported",
-    ]
-    assert told["deepspeed._private"] == ["AttributeError", "module 'ds_hf' has no attribute '_private'"]
-
-
-def test_beside_a_real_deepspeed_the_modules_are_still_those_of_ds_hf(tmp_path: Path) -> None:
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.9'\n")
-    found = _run(_REAL, PYTHONPATH=str(tmp_path))
-    assert found["served"] == "ds_hf.compat.deepspeed.comm"
-    assert found["adam"] == "ds_hf.engine.optim.adam"
-    # What the real one lacks is not ours to explain.
-    assert found["told"]["import deepspeed.nothing"] == ["ModuleNotFoundError", "No module named 'deepspeed.nothing'"]
-    assert found["told"]["import ds_hf.nonsense"] == ["ModuleNotFoundError", "No module named 'ds_hf.nonsense'"]
-
-
 _EACH_ROOM = """
-import importlib, json, os, pkgutil, sys
-import torch  # once for all: each room is imported in a fork
-
+import importlib, json, os, pkgutil, sys  # each room is imported in a fork
 assert not {"deepspeed", *(f"ds_hf.{name}" for name in sys.argv[1:])} & set(sys.modules)
 told = {}
 for name in sys.argv[1:]:
@@ -135,15 +90,6 @@ for name in sys.argv[1:]:
 print(json.dumps(told))
 """
 
-
-def test_rooms_answer_without_the_stand_in_for_their_own_modules() -> None:
-    told = _run(_EACH_ROOM, *ROOMS)
-    assert set(told) == set(ROOMS)
-    for room, (loaded, asked) in told.items():
-        assert not loaded, room
-        assert asked > 3, room
-
-
 _IN_THREADS = """
 import importlib, json, threading
 import deepspeed.utils  # a package that imports its own module deadlocks threads by itself
@@ -157,10 +103,109 @@ for thread in threads:
 print(json.dumps([len(found), len(set(map(id, found)))]))
 """
 
+# Runs each code in a fork of an interpreter that has loaded other libraries, and nothing of ds_hf.
+_SERVER = """
+import json, os, sys
+codes, folder, rooms = json.load(sys.stdin)
 
-def test_threads_may_import_both_names_at_once() -> None:
+def answer(name, words=(), path=()):
+    end, begin = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(begin, 1)
+        sys.argv, sys.path[1:1] = ["-c", *words], path
+        exec(compile(codes[name], name, "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(begin)
+    with open(end) as said:
+        text = said.read()
+    assert os.waitpid(child, 0)[1] == 0, name
+    return json.loads(text.splitlines()[-1])
+
+told = {"early": answer("early")}
+import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.export
+assert not [name for name in sys.modules if name.startswith(("ds_hf", "deepspeed"))]
+told |= {name: answer(name) for name in ("same", "refused", "threads")}
+told |= {"real": answer("real", path=[folder]), "rooms": answer("rooms", words=rooms)}
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each code says, by name."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "deepspeed").mkdir()
+    (folder / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.9'\n")
+    codes = {
+        "early": _EARLY,
+        "same": _SAME,
+        "refused": _REFUSED,
+        "real": _REAL,
+        "rooms": _EACH_ROOM,
+        "threads": _IN_THREADS,
+    }
+    environment = {**os.environ, "PYTHONPATH": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    given = json.dumps([codes, str(folder), ROOMS])
+    done = subprocess.run([sys.executable, "-c", _SERVER], env=environment, capture_output=True, text=True, input=given)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_importing_ds_hf_imports_nothing(told: dict[str, Any]) -> None:
+    assert told["early"] == ["ds_hf"]
+
+
+def test_every_name_and_module_is_the_one_below_deepspeed(told: dict[str, Any]) -> None:
+    found = told["same"]
+    # The rooms that are called like DeepSpeed's modules stay what they are.
+    assert found["different"] == ["checkpoint", "inference", "launcher"]
+    inside = {"deepspeed.compression.compress", "deepspeed.inference.config", "deepspeed.inference.engine"}
+    assert set(found["others"]) == inside | {f"deepspeed.{room}" for room in ROOMS}
+    assert found["modules"] > 120
+    assert found["twice"] == []
+    assert (found["zero"], found["class"], found["version"]) == (True, True, True)
+    assert found["spec"] == "deepspeed.ops.adam"
+
+
+def test_what_is_not_there_is_told(told: dict[str, Any]) -> None:
+    found = told["refused"]
+    told = found["told"]
+    assert found["served"] == "deepspeed.comm"
+    absent = "in DeepSpeed or in ds_hf, which serves the name deepspeed here"
+    assert told["deepspeed.nonsense"] == ["AttributeError", f"there is no deepspeed.nonsense {absent}"]
+    assert told["import ds_hf.nonsense"] == ["ModuleNotFoundError", f"there is no deepspeed.nonsense {absent}"]
+    assert "Take LoRA of peft instead" in told["import ds_hf.linear"][1]
+    assert "does not provide deepspeed.ops.transformer (yet)" in told["import ds_hf.ops.transformer"][1]
+    assert f"there is no deepspeed.checkpoint.nonsense {absent}" in told["from ds_hf.checkpoint import nonsense"][1]
+    assert told["deepspeed.autotune"] == [
+        "AttributeError",
+        "module 'ds_hf' has no attribute 'autotune' before it is imported",
+    ]
+    assert told["deepspeed._private"] == ["AttributeError", "module 'ds_hf' has no attribute '_private'"]
+
+
+def test_beside_a_real_deepspeed_the_modules_are_still_those_of_ds_hf(told: dict[str, Any]) -> None:
+    found = told["real"]
+    assert found["served"] == "ds_hf.compat.deepspeed.comm"
+    assert found["adam"] == "ds_hf.engine.optim.adam"
+    # What the real one lacks is not ours to explain.
+    assert found["told"]["import deepspeed.nothing"] == ["ModuleNotFoundError", "No module named 'deepspeed.nothing'"]
+    assert found["told"]["import ds_hf.nonsense"] == ["ModuleNotFoundError", "No module named 'ds_hf.nonsense'"]
+
+
+def test_rooms_answer_without_the_stand_in_for_their_own_modules(told: dict[str, Any]) -> None:
+    assert set(told["rooms"]) == set(ROOMS)
+    for room, (loaded, asked) in told["rooms"].items():
+        assert not loaded, room
+        assert asked > 3, room
+
+
+def test_threads_may_import_both_names_at_once(told: dict[str, Any]) -> None:
     """Each waited for the other: Python holds its lock of all imports while a finder looks."""
-    assert _run(_IN_THREADS) == [4, 1]
+    assert told["threads"] == [4, 1]
 
 
 def test_a_second_name_runs_as_a_script() -> None:

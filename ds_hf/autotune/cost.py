@@ -16,19 +16,20 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ds_hf.autotune.division import division_of
-from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of, key_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
-from ds_hf.memory import Prediction as Traced
-from ds_hf.memory import UnpredictableError
+
+if TYPE_CHECKING:  # they import torch, which a page of a report needs not
+    from ds_hf.autotune.footprint import Footprint
+    from ds_hf.memory import Prediction as Traced
 
 __all__ = ["CostModel", "StepEstimate", "Survey"]
 
@@ -206,6 +207,8 @@ class CostModel:
         """By the trace; ``None`` where there is none."""
         if self.footprint is None:
             return None
+        from ds_hf.memory import UnpredictableError
+
         on = self._checkpoints(setting)
         try:
             return self.footprint.predict(config_of(self.tree, setting), micro, accumulation, checkpointing=on)
@@ -244,6 +247,8 @@ class CostModel:
             return tokens
         traced, need = self._traced(setting, micro, accumulation), self.nbytes(setting, micro, accumulation)
         if traced is not None and self.footprint is not None:
+            from ds_hf.memory import UnpredictableError
+
             on, apart = self._checkpoints(setting), max(1, step // self.division.sequence)
             with suppress(UnpredictableError):
                 # what a trial's meter does not count, and what the trace does not know

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.compat.common import SCRIPTS, WORLD, largest_difference, read_json, write_json
 from tests.helpers.distributed import free_port
-from tests.helpers.interpreter import torchrun
+from tests.helpers.interpreter import python, torchrun
 
 SCRIPT = SCRIPTS / "accelerate_script.py"
 # How the reference, which has no DeepSpeed, runs where the tests run.
@@ -47,12 +45,11 @@ def arguments(model: Path, folder: Path) -> list[str]:
 
 
 def launch(model: Path, folder: Path, *options: str) -> dict[str, Any]:
-    """``accelerate launch``."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", f"--num_processes={WORLD}"]
+    """``accelerate launch``; the processes that it starts are new ones."""
+    command = ["-m", "accelerate.commands.launch", "--use_deepspeed", f"--num_processes={WORLD}"]
     command += [f"--main_process_port={free_port()}", "--mixed_precision=no", *options, str(SCRIPT)]
-    command += arguments(model, folder)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:]
+    done = python(*command, *arguments(model, folder))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     report: dict[str, Any] = read_json(folder / "report.json")
     return report
 

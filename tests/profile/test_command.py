@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ds_hf.config.source import read_source
 from ds_hf.profile import command
 from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
+from tests.helpers.started import ForkedProgram
 from tests.profile.test_verdict import slow_link
 
 SCRIPT = """
@@ -107,11 +110,19 @@ def test_a_script_is_recorded_and_saves_nothing(tmp_path: Path, monkeypatch: pyt
     script, config, folder = tmp_path / "train.py", tmp_path / "ds.json", tmp_path / "out"
     script.write_text(SCRIPT)
     config.write_text(FILE)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    started: list[Sequence[str]] = []
+
+    def start(words: Sequence[str], **options: Any) -> ForkedProgram:
+        started.append(words)
+        return ForkedProgram(words, **options)
+
+    monkeypatch.setattr(command, "start_program", start)
     code, out, errors = run(
         "-n", "1", "--steps", "6", "-o", str(folder), str(script), "--deepspeed_config", str(config)
     )
     assert code == 0, errors
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    assert started == [[*torchrun, str(script), "--deepspeed_config", str(folder / "ds_config.json")]]
     # in the third step the script tries to save, which is no usual step
     assert out.startswith("where the time went (steps 4 to 6, 3 of them recorded):")
     assert "step 6: " in errors

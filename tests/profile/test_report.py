@@ -35,6 +35,7 @@ from ds_hf.profile.verdict import judge
 from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.browser import faults_of, needs_chromium
 from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.interpreter import python
 from tests.helpers.mutations import LONG, QUICK, examples, wrong_file
 from tests.helpers.patience import patient
 
@@ -212,14 +213,10 @@ while True:
 """
 
 
-def start(folder: Path, ending: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                   "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port())}  # fmt: skip
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), ending], env=environment, stdout=pipe, stderr=pipe, text=True
-    )
+def surroundings() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port())}  # fmt: skip
 
 
 def wait_for(what: Path, seconds: float) -> None:
@@ -231,7 +228,11 @@ def wait_for(what: Path, seconds: float) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
-    process = start(tmp_path, "never")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), "never"],
+        env=surroundings(), stdout=pipe, stderr=pipe, text=True,
+    )  # fmt: skip
     file = tmp_path / "rank_00000.jsonl"
     try:
         wait_for(file, 60)
@@ -248,10 +249,10 @@ def test_a_run_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [pytest.param("return", marks=pytest.mark.slow), "raise"])
 def test_the_end_of_a_run_tells_where_the_time_went(tmp_path: Path, ending: str) -> None:
-    out, errors = start(tmp_path, ending).communicate(timeout=patient(90))
-    assert ("the script's own fault" in errors) == (ending == "raise")
-    assert "where the time went (steps 3 to 5, 3 of them recorded):" in out
-    assert f"report: {tmp_path / 'report.html'}" in out
+    done = python("-c", SCRIPT, str(tmp_path), ending, env=surroundings())
+    assert ("the script's own fault" in done.stderr) == (ending == "raise")
+    assert "where the time went (steps 3 to 5, 3 of them recorded):" in done.stdout
+    assert f"report: {tmp_path / 'report.html'}" in done.stdout
     assert "had not ended" not in (tmp_path / "report.html").read_text("utf-8")
 
 

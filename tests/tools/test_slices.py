@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.interpreter import python
 from tests.helpers.slices import parse, rotated, this_week
 
 ROOT = Path(__file__).parents[2]
 
 
-def _run(*args: str, **environment: str) -> str:
+def _run(*args: str) -> str:
     """What pytest says of the tests of this file that are below, asked for with ``args``."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"{__file__}::test_weeks_and_quarters",
-        *args,
-    ]
-    ran = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    tests = f"{__file__}::test_weeks_and_quarters"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, *args, cwd=ROOT, env=environment)
     return f"{ran.returncode} {ran.stdout} {ran.stderr}"
 
 

@@ -20,6 +20,7 @@ from ds_hf.autotune.lr.report import report
 from ds_hf.cli.root import app
 from ds_hf.lr import LrResult
 from tests.helpers.mutations import QUICK, examples, wrong_file
+from tests.helpers.started import ForkedProgram
 
 SCRIPT = """
 import sys
@@ -59,6 +60,12 @@ def lr_find(folder: Path, *words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run in processes that have torch already."""
+    monkeypatch.setattr(sys.modules["ds_hf.autotune.lr.find"], "start_program", ForkedProgram)
+
+
 def test_a_script_is_launched_and_the_result_shown(script: str, tmp_path: Path) -> None:
     code, out, err = lr_find(tmp_path / "lr", *OPTIONS, script, "--max_steps", "40")
     assert code == 0, out + err
@@ -89,6 +96,7 @@ engine.save_checkpoint("checkpoints")
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_fewer_batches_make_a_shorter_search_and_nothing_is_saved(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +117,7 @@ def test_fewer_batches_make_a_shorter_search_and_nothing_is_saved(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_loop_that_feeds_the_search_and_ends(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is the script's own, so each batch counts once: 40 of them suffice for a range test alone."""
     monkeypatch.chdir(tmp_path)
@@ -161,6 +170,7 @@ def test_a_trainer_is_ended_before_it_saves(tmp_path: Path, monkeypatch: pytest.
     assert Path("final/model.safetensors").read_text() == "the user's model"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_ends_too_early(script: str, tmp_path: Path) -> None:
     code, _, err = lr_find(tmp_path, *OPTIONS, "python", script, "--max_steps", "1")
     assert code == 1
