@@ -19,12 +19,16 @@ OTHERS = tuple(family for family in FAMILIES if family not in QUICK)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a model of each family, in several files."""
-    folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        path = code.save_family(family, folder)
-        assert family == "resnet" or len(list(path.glob("*.safetensors"))) > 1
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def saved(folder: Path, families: tuple[str, ...]) -> Path:
+    """The folder with a model of each family, in several files."""
+    for family in families:
+        if not (folder / family).exists():
+            path = code.save_family(family, folder)
+            assert family == "resnet" or len(list(path.glob("*.safetensors"))) > 1
     return folder
 
 
@@ -66,8 +70,8 @@ def ties(model: torch.nn.Module) -> set[tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.feature(STAGE3, "`from_pretrained` under `zero.Init`: every weight and buffer to the bit", pain="P14 P15")
 @pytest.mark.feature(STAGE3, "each rank holds its shard", pain="P15")
-def test_loaded_weights_equal_those_of_plain_from_pretrained_and_are_sharded(saved: Path) -> None:
-    for found in run_user_code(load_all, saved, torch.float32):
+def test_loaded_weights_equal_those_of_plain_from_pretrained_and_are_sharded(folder: Path) -> None:
+    for found in run_user_code(load_all, saved(folder, FAMILIES), torch.float32):
         assert set(found) == set(FAMILIES)
         for family, facts in found.items():
             assert facts["different"] == facts["not persistent"] == [], family
@@ -79,8 +83,8 @@ def test_loaded_weights_equal_those_of_plain_from_pretrained_and_are_sharded(sav
 
 @pytest.mark.slow
 @pytest.mark.feature(STAGE3, "`from_pretrained(dtype=torch.bfloat16)`", pain="P15")
-def test_loaded_bf16_weights_equal_those_of_plain_from_pretrained(saved: Path) -> None:
-    for found in run_user_code(load_all, saved, torch.bfloat16):
+def test_loaded_bf16_weights_equal_those_of_plain_from_pretrained(folder: Path) -> None:
+    for found in run_user_code(load_all, saved(folder, FAMILIES), torch.bfloat16):
         for family in FAMILIES:
             assert found[family]["different"] == found[family]["not persistent"] == [], family
 
@@ -112,12 +116,15 @@ def train_first(folder: Path, families: tuple[str, ...]) -> dict[str, float]:
     import deepspeed
 
     deepspeed.init_distributed()
+    if code.rank() == 0:
+        saved(folder, families)
+    torch.distributed.barrier()
     return train_all(folder, families)
 
 
 @pytest.mark.feature(STAGE3, "every family trains as without DeepSpeed", pain="P13 P14 P16")
 @pytest.mark.parametrize("families", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
-def test_every_family_trains_as_without_deepspeed(saved: Path, families: tuple[str, ...]) -> None:
-    for worst in run_user_code(train_first, saved, families):
+def test_every_family_trains_as_without_deepspeed(folder: Path, families: tuple[str, ...]) -> None:
+    for worst in run_user_code(train_first, folder, families):
         assert set(worst) == set(families)
         assert {family: error for family, error in worst.items() if not error < TOLERANCE} == {}

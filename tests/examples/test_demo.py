@@ -97,5 +97,5 @@ def test_no_figure_where_none_is_sure(
 
 def test_what_fails_ends_it(demo: Any) -> None:
     with pytest.raises(SystemExit) as error:
-        demo.run("ds_hf.cli", "autotune", "no.py", "--deepspeed", "no.json")
+        demo.run("ds_hf.cli", "no-such-command")
     assert error.value.code == 2

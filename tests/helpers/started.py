@@ -6,6 +6,7 @@ by ``tests/test_processes.py``, ``tests/launcher`` and one real launch of each c
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.distributed import PRELOAD, _end_with_parent, free_port
@@ -28,7 +30,9 @@ _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
 class ForkedProgram:
     """What ``subprocess.Popen`` is to a command; ``torchrun`` of one process is the script with its variables."""
 
-    def __init__(self, words: Sequence[str], *, stdout: Any, env: Mapping[str, str], **_: Any) -> None:
+    def __init__(
+        self, words: Sequence[str], *, stdout: Any, env: Mapping[str, str], cwd: Path | None = None, **_: Any
+    ) -> None:
         assert words[0] == sys.executable, words
         words, env = list(words[1:]), dict(env)
         if words[: len(_TORCHRUN)] == _TORCHRUN:
@@ -38,11 +42,17 @@ class ForkedProgram:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._pipe, theirs = context.Pipe(duplex=True)
-        given = (words, env, os.getcwd(), stdout.name, list(sys.path), theirs)
+        given = (words, env, str(cwd or Path.cwd()), getattr(stdout, "name", os.devnull), list(sys.path), theirs)
         self._process = context.Process(target=_program, args=given)
         self._process.start()
         theirs.close()
         self.pid = int(self._process.pid)
+
+    def __enter__(self) -> ForkedProgram:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.wait()
 
     @property
     def returncode(self) -> int | None:
@@ -60,7 +70,9 @@ class ForkedProgram:
         return code
 
     def send_signal(self, signum: int) -> None:
-        os.kill(self.pid, signum)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

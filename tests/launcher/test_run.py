@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from ds_hf.launcher.failure import Failure, about_log, describe
 from ds_hf.launcher.spec import GRACE_ENV, NodeSpec, decode, encode
 from tests.helpers.distributed import free_port
 from tests.helpers.patience import PATIENCE
+from tests.helpers.started import ForkedProgram
 
 SCRIPT = Path(__file__).with_name("echo.py")
 TRAINING = Path(__file__).parents[1] / "system" / "train_small.py"
@@ -41,17 +43,21 @@ LIMIT_S = 100.0 * PATIENCE
 END_S = 15.0 * PATIENCE
 
 
-def begin(folder: Path, *arguments: str, name: str = "log") -> subprocess.Popen[bytes]:
-    """A `deepspeed` in ``folder``; its output goes to the file ``name`` there."""
+def begin(folder: Path, *arguments: str, name: str = "log", start: Any = subprocess.Popen) -> Any:
+    """A `deepspeed` in ``folder``; its output goes to the file ``name`` there.
+
+    Args:
+        start: ``ForkedProgram`` spares the import of torch by the launcher; what that starts is as ever.
+    """
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT}/ds_hf/compat"
     env.setdefault("TEST_PORT", str(free_port()))
     with open(folder / name, "wb") as log:
-        return subprocess.Popen([sys.executable, "-c", START, *arguments], stdout=log, stderr=log, cwd=folder, env=env)
+        return start([sys.executable, "-c", START, *arguments], stdout=log, stderr=log, cwd=folder, env=env)
 
 
-def finish(folder: Path, *arguments: str) -> tuple[int, str]:
-    process = begin(folder, *arguments)
+def finish(folder: Path, *arguments: str, start: Any = subprocess.Popen) -> tuple[int, str]:
+    process = begin(folder, *arguments, start=start)
     try:
         return process.wait(LIMIT_S), (folder / "log").read_text()
     finally:
@@ -62,7 +68,7 @@ def told(folder: Path, restart: int = 0) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"out_*_{restart}.json"))]
 
 
-def wait_for(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for(folder: Path, count: int, process: Any) -> None:
     limit = time.monotonic() + LIMIT_S
     while "".join(path.read_text() for path in folder.glob("log*")).count("is here") < count:
         assert time.monotonic() < limit, (folder / "log").read_text()
@@ -118,7 +124,7 @@ def test_processes_get_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_failing_rank_ends_all_and_is_told_first(tmp_path: Path) -> None:
-    process = begin(tmp_path, "--num_gpus", "2", "--no_local_rank", str(SCRIPT), "fail")
+    process = begin(tmp_path, "--num_gpus", "2", "--no_local_rank", str(SCRIPT), "fail", start=ForkedProgram)
     wait_for(tmp_path, 2, process)
     assert process.wait(END_S) == 1
     nothing_left(tmp_path, END_S)  # not even rank 0's own child
@@ -292,7 +298,7 @@ def test_cores_logs_pids_modules_and_programs(tmp_path: Path) -> None:
 def test_what_cannot_be_started(tmp_path: Path) -> None:
     (tmp_path / "program").write_bytes(b"\x7fELF")
     (tmp_path / "program").chmod(0o755)
-    code, output = finish(tmp_path, "--no_python", "./program")
+    code, output = finish(tmp_path, "--no_python", "./program", start=ForkedProgram)
     assert code == 1
     assert "./program: Exec format error" in output
 
@@ -381,7 +387,8 @@ def test_a_killed_process_may_have_had_no_memory() -> None:
 
 def test_a_failure_names_the_log_that_has_the_output(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    code, output = finish(tmp_path, "--num_gpus", "1", "--enable_each_rank_log", "logs", "fails.py")
+    words = ["--num_gpus", "1", "--enable_each_rank_log", "logs", "fails.py"]
+    code, output = finish(tmp_path, *words, start=ForkedProgram)
     (log,) = (tmp_path / "logs").iterdir()
     assert code == 3
     assert output.rstrip().endswith(f"no traceback was recorded; what the process printed is in {log}")

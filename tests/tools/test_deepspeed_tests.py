@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.started import ForkedProgram
 from tests.tools import deepspeed_tests
 
 _TESTS = """
@@ -42,6 +43,7 @@ def test_what_ds_hf_lacks_fails_only_the_tests_that_use_it(
     (unit / "test_some.py").write_text(_TESTS)
     before = (unit / "test_some.py").read_text()
     told = tmp_path / "told.json"
+    monkeypatch.setattr(deepspeed_tests.subprocess, "Popen", ForkedProgram)
     deepspeed_tests.main([str(tmp_path), "unit", "--json", str(told), "--limit", "120"])
     said = capsys.readouterr().out
     assert "unit/test_some.py: 1 passed, 1 failed, 2 internals" in said

@@ -85,12 +85,12 @@ def test_dropped_tokens_are_drawn_and_unused_ones_go_nowhere() -> None:
 
 def test_noise_decides_as_often_as_softmax_says_and_only_in_training() -> None:
     torch.manual_seed(0)
-    logits = torch.tensor([0.0, 1.0, 2.0]).expand(6000, 3)
+    logits = torch.tensor([0.0, 1.0, 2.0]).expand(2000, 3)
     shares = torch.softmax(logits[0], 0)
     _, _, _, counts = top1gating(logits, 1.0, 1, noisy_gate_policy="RSample")
-    torch.testing.assert_close(counts / 6000, shares, atol=0.03, rtol=0)
+    torch.testing.assert_close(counts / 2000, shares, atol=0.03, rtol=0)
     _, _, _, counts = top2gating(logits, 3.0, 1)
-    torch.testing.assert_close(counts[:2] / 6000, shares[:2] / shares[:2].sum(), atol=0.03, rtol=0)
+    torch.testing.assert_close(counts[:2] / 2000, shares[:2] / shares[:2].sum(), atol=0.03, rtol=0)
     gate = TopKGate(3, 3, noisy_gate_policy="RSample").eval()
     assert torch.equal(gate(logits)[3], gate(logits)[3])
     x = torch.ones(5000)
