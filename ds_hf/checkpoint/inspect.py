@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hf.checkpoint.complete import incomplete
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.formats import locate, open_folder
 from ds_hf.checkpoint.manifest import read_manifest
@@ -188,15 +189,16 @@ def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> 
         kind, folder = locate(path, tag)
         if kind is CheckpointKind.DS_HF:
             faults = verify(folder, progress=report)
+            faults = faults or incomplete(open_folder(folder))
             summed = bool(faults) or bool(read_manifest(folder).extra.get("checksums"))
             return CheckpointVerdict(faults, "" if summed else "it was saved before there were any and has")
-        return CheckpointVerdict([], _read_all(kind, folder, report))
+        return _read_all(kind, folder, report)
     except CheckpointError as error:
         return CheckpointVerdict([str(error)])
 
 
-def _read_all(kind: CheckpointKind, folder: Path, report: Any) -> str:
-    """Read every tensor of another library's checkpoint; what of it has no checksums."""
+def _read_all(kind: CheckpointKind, folder: Path, report: Any) -> CheckpointVerdict:
+    """Read every tensor of another library's checkpoint."""
     sums: list[bool] = []
     if kind is CheckpointKind.DCP:
         from ds_hf.checkpoint.dcp import read_dcp
@@ -215,6 +217,7 @@ def _read_all(kind: CheckpointKind, folder: Path, report: Any) -> str:
                 source.state(weight.saved, state)
         if report is not None:
             report(number, len(weights))
+    faults = incomplete(source)
     if not sums or not all(sums):
-        return "it has"
-    return ".metadata has" if kind is CheckpointKind.DCP else ""
+        return CheckpointVerdict(faults, "it has")
+    return CheckpointVerdict(faults, ".metadata has" if kind is CheckpointKind.DCP else "")

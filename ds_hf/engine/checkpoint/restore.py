@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.read_universal import STATES
+from ds_hf.checkpoint.complete import bound_names, lacking_states, place_of
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.scalars import newest
-from ds_hf.checkpoint.source import CheckpointKind, Source
-from ds_hf.config.optimizer_traits import traits_of
+from ds_hf.checkpoint.source import Source
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of, world_of
 from ds_hf.engine.checkpoint.resume import Fit
@@ -58,12 +57,6 @@ _RULES = (
     "sgd",
 )
 
-# What these keep of every element from the first step on.
-_ADAM = ["exp_avg", "exp_avg_sq"]
-_ALWAYS = {
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"), _ADAM),
-    **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), _ADAM[:1]),
-}
 # Sums and means of squares, and sizes.
 _NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf")
 # Written into a group by steps alone: a checkpoint from before the first one has none.
@@ -80,7 +73,7 @@ def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
     """
     assert engine.optimizer is not None
     saved_optimizer = manifest.extra.get("optimizer") or {}
-    bound = _bound_names(manifest, str(saved_optimizer.get("class", "")))
+    bound = bound_names(manifest, str(saved_optimizer.get("class", "")))
     for buffer in flat_buffers(engine):
         if not bound or not engine.optimizer.updates(buffer):
             continue
@@ -101,29 +94,6 @@ def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
                     f"it was saved for other pieces: load with world size {manifest.world_size}, the mesh and the "
                     "stage that saved it, or with load_optimizer_states=False"
                 )
-
-
-def _bound_names(manifest: Manifest, optimizer: str) -> set[str]:
-    """Parameters whose state only fits the pieces it was made for: those of groups that keep different states for
-    different shapes. Rules that treat elements alike keep the same for all."""
-    irregular: dict[str, set[str]] = {}
-    for entry in manifest.extra.get("irregular") or ():
-        irregular.setdefault(str(entry[1]), set()).add("irregular")
-    bound: set[str] = set()
-    for names in manifest.extra.get("groups") or ():
-        known = [name for name in names if name in manifest.parameters]
-        kept = {
-            frozenset(manifest.parameters[name].moments) | irregular.get(name, set())
-            for name in known
-            if len(manifest.parameters[name].shape) > 0  # one number: its moments are kept among the scalars
-        }
-        if (
-            (len(kept) > 1 and not _is_elementwise(optimizer))
-            or any("irregular" in states for states in kept)
-            or "adafactor" in optimizer.lower()
-        ):
-            bound.update(known)
-    return bound
 
 
 @torch.no_grad()
@@ -229,12 +199,12 @@ def _check_values(source: Source, saved: SavedParameter, key: str, values: Tenso
         return
     if key in _NEVER_NEGATIVE and (values < 0).any():
         raise CheckpointError(
-            f"{_place_of(source, saved, key)} has negative values, which {key} of an optimizer never has: it is "
+            f"{place_of(source, saved, key)} has negative values, which {key} of an optimizer never has: it is "
             "damaged, or another state's (exp_avg in the place of exp_avg_sq). Copy the checkpoint again, or load with "
             "load_optimizer_states=False"
         )
     warn_once(
-        f"{_place_of(source, saved, key)} has values that are not finite (said once, for the first): they are loaded "
+        f"{place_of(source, saved, key)} has values that are not finite (said once, for the first): they are loaded "
         f"as they are, and the next step spreads them to {saved.name}. Load an earlier checkpoint, or with "
         "load_optimizer_states=False",
         about="states that are not finite",
@@ -291,55 +261,15 @@ def check_rule(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
 def check_states(engine: Checkpointable, source: Source, fit: Fit) -> None:
     """Refuse states of which some are missing: training would go on with zeros in their place.
 
-    What parameters have after a step is known of common rules; of others, that those of one group have the same.
-
     Raises:
         CheckpointError: with the parameter, the state and, where each has one, the file.
     """
-    optimizer, manifest = engine.optimizer, source.manifest
-    assert optimizer is not None
-    rule, known = type(optimizer.optimizer).__name__, is_known(optimizer.optimizer)
-    always = _ALWAYS.get(rule, []) if known else []
-    bound = set() if known and _is_elementwise(rule) else _bound_names(manifest, rule)
-    saved = {each.name: each for each in fit.parameters.values() if each.trainable and each.numel}
-    for names in manifest.extra.get("groups") or [list(saved)]:
-        members = [saved[name] for name in names if name in saved and _was_stepped(source, saved[name])]
-        wanted = {*always, *(state for each in members if each.shape for state in each.moments)}
-        counted = any("step" in each.scalars for each in members)
-        for each in members:
-            kept = {*each.moments, *each.scalars}
-            lacking = sorted(wanted - kept) if each.name not in bound else []
-            lacking += ["step"] if counted and "step" not in kept else []
-            if lacking:
-                raise CheckpointError(
-                    f"{_place_of(source, each, lacking[0])} is missing: {each.name} was trained, and without its "
-                    f"{lacking[0]} would go on with zeros. The checkpoint is incomplete: copy it again, or load with "
-                    "load_optimizer_states=False"
-                )
-
-
-def _is_elementwise(rule: str) -> bool:
-    """Whether a class of this name keeps the same of every element that it has updated."""
-    return rule in _ALWAYS or traits_of(rule).elementwise
-
-
-def _was_stepped(source: Source, saved: SavedParameter) -> bool:
-    """Whether an optimizer has updated it; ours have no states of a parameter that was frozen until now."""
-    step = saved.scalars.get("step")
-    number = step[1] if isinstance(step, list) else step
-    if number is not None:
-        return bool(number)
-    if source.kind is CheckpointKind.DS_HF:
-        return bool(saved.moments)
-    counters = source.manifest.extra.get("counters") or {}
-    return bool(counters.get("global_steps", 0) > counters.get("skipped_steps", 0))
-
-
-def _place_of(source: Source, saved: SavedParameter, state: str) -> str:
-    """The file that a state would be in, or what it is called in the folder."""
-    if source.kind is CheckpointKind.UNIVERSAL:
-        return f"{source.folder}/{STATES}/{saved.name}/{state}.pt"
-    return f"{source.folder}: {state} of {saved.name}"
+    assert engine.optimizer is not None
+    rule, known = type(engine.optimizer.optimizer).__name__, is_known(engine.optimizer.optimizer)
+    for fault in lacking_states(source, fit.parameters.values(), rule, known=known):
+        raise CheckpointError(
+            f"{fault}. The checkpoint is incomplete: copy it again, or load with load_optimizer_states=False"
+        )
 
 
 def check_options(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], where: str) -> None:

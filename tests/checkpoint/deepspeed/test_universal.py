@@ -455,6 +455,9 @@ def test_states_are_missing(tmp_path: Path, trained: Any, gone: str, named: str,
         save_pickled(common, content)
     if way != "read":
         folder = write_own(open_source(folder), tmp_path / "own")
+    faults = faults_of(folder)
+    assert faults
+    assert named.replace("first", first) + " is missing" in faults[0]
     with workload.engine_of(workload.config(2, "fp16")) as engine:
         with pytest.raises(CheckpointError, match=re.escape(named.replace("first", first) + " ")):
             engine.load_checkpoint(folder)
