@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any, TypeVar
 
-__all__ = ["counted", "harmless", "printable", "printable_json", "speak_any_language"]
+__all__ = ["counted", "harmless", "printable", "printable_json", "size_text", "speak_any_language"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -21,6 +21,16 @@ def printable(text: object) -> str:
     if plain.replace("\n", "").isprintable():
         return plain
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in plain)
+
+
+def size_text(nbytes: int) -> str:
+    """As ``1.50 GB``, in the unit that suits it."""
+    value, units = float(nbytes), ("B", "KB", "MB", "GB", "TB")
+    for unit in units:
+        if value < 1000 or unit == units[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError
 
 
 def printable_json(value: Any) -> str:

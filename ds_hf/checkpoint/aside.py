@@ -18,7 +18,17 @@ from ds_hf.checkpoint.holds import FolderHold, boot_of, make_folder, sync, this_
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
-__all__ = ["CONFIG", "POINTER", "Beside", "in_shards", "is_folder", "pointed_at", "publish_weights", "weights_aside"]
+__all__ = [
+    "CONFIG",
+    "POINTER",
+    "Beside",
+    "in_shards",
+    "is_folder",
+    "pointed_at",
+    "publish_weights",
+    "weights_aside",
+    "weights_in",
+]
 
 CONFIG, POINTER = "config.json", "transformers_weights"  # the key that names a file of weights for transformers
 _CONFIG_NBYTES = 2**24
@@ -159,6 +169,11 @@ def publish_weights(
         _unpoint(aside, folder, entry)
     _remove_aside(folder, aside.name)
     sync(folder)
+
+
+def weights_in(folder: Path) -> Path | None:
+    """Whole weights that ``publish_weights`` would take away, as readers find them."""
+    return next((folder / name for name in _ENTRIES if _is_file(folder / name)), None)
 
 
 def _retire(folder: Path, entry: str, kept: Sequence[str], *, sole: bool) -> None:

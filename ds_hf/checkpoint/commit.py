@@ -32,6 +32,7 @@ from ds_hf.checkpoint.reports import RankReport, complete
 from ds_hf.checkpoint.standalone import standalone_script
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
+from ds_hf.printable import size_text
 
 __all__ = [
     "announce",
@@ -96,13 +97,10 @@ def check_space(folder: Path, nbytes: int) -> None:
         return
     if usage.total and usage.free < nbytes:
         raise CheckpointError(
-            f"{folder} has {_gb(usage.free)} free and the checkpoint needs {_gb(nbytes)}; nothing was written. Remove "
-            "something there or save elsewhere (a checkpoint of the same tag is only removed once the new one is whole)"
+            f"{folder} has {size_text(usage.free)} free and the checkpoint needs {size_text(nbytes)}, "
+            f"{size_text(nbytes - usage.free)} more; nothing was written. Remove something there or save elsewhere (a "
+            "checkpoint of the same tag is only removed once the new one is whole)"
         )
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3f} GB"
 
 
 def commit(staged: Path, target: Path, description: dict[str, Any], reports: Sequence[RankReport]) -> None:

@@ -51,15 +51,20 @@ def target_of(source: Source, save_dir: str | Path, tag: str | None) -> tuple[Pa
     return root, root / checked_tag(default_tag(source) if tag is None else tag)
 
 
-def write_own(source: Source, save_dir: str | Path, tag: str | None = None, report: Report | None = None) -> Path:
+def write_own(
+    source: Source, save_dir: str | Path, tag: str | None = None, report: Report | None = None, *, over: bool = False
+) -> Path:
     """Write ``save_dir/tag`` and let ``latest`` name it; returns the folder.
+
+    Args:
+        over: replace a checkpoint that is there.
 
     Raises:
         CheckpointError: the source is damaged, or the tag exists.
     """
     source.check()
     root, target = target_of(source, save_dir, tag)
-    with stage(target, state_bytes(source)) as staged:
+    with stage(target, state_bytes(source), over=over) as staged:
         common = {key: value for key, value in source.common.items() if key not in _identity(source)}
         check_loadable(common, str(source.folder))
         files = {tensors_name(0): _write_tensors(source, staged, report)}
@@ -73,7 +78,7 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
         manifest = _manifest(source, target.name, name, files)
         manifest["checksums"] = {file: checksum_of_file(staged / file) for file in files}
         write_text(staged / MANIFEST, sealed(manifest))
-        publish(staged, target)
+        publish(staged, target, over=over)
     announce(root, str(target.relative_to(root)), save_latest=True)
     _warn_of_losses(source)
     return target

@@ -71,9 +71,17 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def write_dcp(
-    source: Source, folder: str | Path, *, dtype: torch.dtype | None = None, report: Report | None = None
+    source: Source,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    report: Report | None = None,
+    over: bool = False,
 ) -> None:
-    """Write ``folder``, which must not exist; ``dtype`` is that of the floating-point weights, default as stored.
+    """Write ``folder``; ``dtype`` is that of the floating-point weights, default as stored.
+
+    Args:
+        over: replace a checkpoint that is there.
 
     Raises:
         CheckpointError: the source is damaged, or the folder exists.
@@ -82,12 +90,12 @@ def write_dcp(
     target = Path(folder)
     make: dict[str, Callable[[], Tensor]] = {}
     state = _state(source, dtype, make)
-    with stage(target, state_bytes(source)) as staged:
+    with stage(target, state_bytes(source), over=over) as staged:
         writer = FileSystemWriter(staged, thread_count=1, sync_files=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there is intended
             save(state, storage_writer=writer, planner=_LazyPlanner(make, report), no_dist=True)
-        publish(staged, target)
+        publish(staged, target, over=over)
 
 
 def _state(source: Source, dtype: torch.dtype | None, make: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help``
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from ds_hf.cli.few_bits import asked_for, lines
 from ds_hf.cli.options import print_json, wrong_usage
 from ds_hf.errors import CheckpointError
 from ds_hf.log import complain
-from ds_hf.printable import printable
+from ds_hf.printable import printable, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,9 @@ Model = Annotated[
         help="Of hf: folder with config.json, tokenizer, code; default beside the checkpoint.",
     ),
 ]
+
+
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")]
 
 
 @checkpoint_app.command("inspect")
@@ -162,6 +166,7 @@ def convert_command(
     text: Annotated[
         Path | None, typer.Option("--text", help="File whose loss to compare before and after.", parser=_path)
     ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
@@ -200,7 +205,7 @@ def convert_command(
         with _progress(printable(f"writing {output}")) as report:
             where, copied = _convert(
                 opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report,
-                None if few is None else few.form,
+                None if few is None else few.form, force,
             )  # fmt: skip
         found = None if few is None else few.compare(opened, where, kind)
     _tell(where, as_json, copied, found)
@@ -217,31 +222,38 @@ def _convert(
     target: tuple[int, int, int],
     report: Report,
     form: FewBits | None,
+    force: bool,
 ) -> tuple[Path, list[str] | None]:
     """Write; where, and what was copied beside weights (``None`` where there is nothing to copy)."""
     if to is Format.ds_hf:
-        from ds_hf.checkpoint.convert import write_own
+        from ds_hf.checkpoint.convert import target_of, write_own
 
-        return write_own(source, output, tag, report), None
+        _require_free(target_of(source, output, tag)[1], to, force)
+        return write_own(source, output, tag, report, over=force), None
     if to is Format.deepspeed:
+        from ds_hf.checkpoint.convert import target_of
         from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 
-        return write_deepspeed(source, output, Target(*target), tag, report), None
+        _require_free(target_of(source, output, tag)[1], to, force)
+        return write_deepspeed(source, output, Target(*target), tag, report, over=force), None
     if to is Format.universal:
         from ds_hf.checkpoint.convert import target_of
         from ds_hf.checkpoint.deepspeed.write_universal import default_universal_tag, write_universal
 
         folder = target_of(source, output, default_universal_tag(source) if tag is None else tag)[1]
+        _require_free(folder, to, force)
         return write_universal(source, folder, strict=False, report=report), None
     if to is Format.dcp:
         from ds_hf.checkpoint.dcp import write_dcp
 
-        write_dcp(source, output, dtype=dtype, report=report)
+        _require_free(output, to, force)
+        write_dcp(source, output, dtype=dtype, report=report, over=force)
         return output, None
     import torch
 
     assert to in (Format.hf, Format.fp32), to
-    return _weights(source, output, torch.float32 if to is Format.fp32 else dtype, max_shard_size, model, report, form)
+    kind = torch.float32 if to is Format.fp32 else dtype
+    return _weights(source, output, kind, max_shard_size, model, report, force, form)
 
 
 @checkpoint_app.command("consolidate")
@@ -257,6 +269,7 @@ def consolidate_command(
     dtype: Dtype = "fp32",
     max_shard_size: ShardSize = "5GB",
     model: Model = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Merge the weights of a checkpoint, by default in fp32 from the master weights."""
@@ -267,7 +280,7 @@ def consolidate_command(
     with _faults(as_json):
         opened = open_source(path, tag)
         with _progress(printable(f"writing {output}")) as report:
-            where, copied = _weights(opened, output, kind, max_shard_size, model, report)
+            where, copied = _weights(opened, output, kind, max_shard_size, model, report, force)
     _tell(where, as_json, copied)
 
 
@@ -278,12 +291,18 @@ def _weights(
     max_shard_size: str,
     model: Path | None,
     report: Report,
+    force: bool,
     form: FewBits | None = None,
 ) -> tuple[Path, list[str] | None]:
     """Weights into a folder, or into one file if ``output`` has the name of one; see ``_convert``."""
+    from ds_hf.checkpoint.aside import weights_in
     from ds_hf.checkpoint.pretrained import export_source, write_single
 
-    if output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+    single = output.suffix in (".safetensors", ".bin", ".pt", ".pth")
+    there = (output if output.is_file() else None) if single else weights_in(output)
+    if there is not None and not force:
+        wrong_usage(f"{there} exists; --force replaces it")
+    if single:
         if model is not None:
             wrong_usage("--model goes with a folder, not with one file")
         write_single(source, output, dtype=dtype, report=report)
@@ -305,6 +324,18 @@ def _weights(
 def _require(path: Path) -> None:
     if not path.exists():
         wrong_usage(f"{path} does not exist")
+
+
+def _require_free(target: Path, to: Format, force: bool) -> None:
+    """End where something is there that is not to be replaced, or is no checkpoint of this format."""
+    from ds_hf.checkpoint.formats import kind_of
+
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir() or (kind := kind_of(target)) is None or kind.value != to.value:
+        raise CheckpointError(f"{target} exists and is not a checkpoint of format {to.value}: give another place")
+    if not force:
+        wrong_usage(f"{target} exists; --force replaces it, --out-tag or another folder keeps it")
 
 
 def _dtype(text: str | None) -> torch.dtype | None:
@@ -369,7 +400,7 @@ def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: di
         if copied:
             _say(f"with {', '.join(copied)}")
         if found is not None:
-            for line in lines(found, _size):
+            for line in lines(found, size_text):
                 _say(line)
     if copied is not None and not (where / "config.json").is_file():
         print(
@@ -400,16 +431,16 @@ def _print_content(content: Content) -> None:
             f"{content.elements:_} elements in {content.parameters}, {content.trainable:_} trained; "
             + ", ".join(f"{count:_} {dtype}" for dtype, count in content.dtypes.items()),
         ),
-        ("states", ", ".join(f"{state} {_size(nbytes)}" for state, nbytes in content.states.items())),
+        ("states", ", ".join(f"{state} {size_text(nbytes)}" for state, nbytes in content.states.items())),
         ("buffers", str(content.buffers)),
         ("tied", ", ".join(f"{alias} = {name}" for alias, name in content.tied.items()) or "-"),
         ("left out", f"{len(content.excluded)} frozen parameters" if content.excluded else "-"),
         ("besides", ", ".join(content.has) or "-"),
-        ("size", f"{_size(content.nbytes)} in {len(content.files)} files"),
+        ("size", f"{size_text(content.nbytes)} in {len(content.files)} files"),
     ]
     _print_rows([(name, text) for name, text in facts])
     _say("")
-    _print_rows([(file.name, _size(file.nbytes), file.holds) for file in content.files])
+    _print_rows([(file.name, size_text(file.nbytes), file.holds) for file in content.files])
 
 
 def _print_rows(rows: list[tuple[str, ...]]) -> None:
@@ -427,12 +458,3 @@ def _print_rows(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
-
-
-def _size(nbytes: int) -> str:
-    value, units = float(nbytes), ("B", "KB", "MB", "GB", "TB")
-    for unit in units:
-        if value < 1000 or unit == units[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    raise AssertionError

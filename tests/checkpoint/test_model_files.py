@@ -134,7 +134,7 @@ def test_without_a_configuration_the_way_to_one_is_told(trained: tuple[Path, tor
     assert code == 0
     assert "hf has no config.json" in text
     assert "--model FOLDER" in text
-    code, text = run("convert", bare, tmp_path / "hf", "--to", "hf", "--model", folder)
+    code, text = run("convert", bare, tmp_path / "hf", "--to", "hf", "--model", folder, "--force")
     assert code == 0
     assert "has no config.json" not in text
     assert torch.equal(logits_of(tmp_path / "hf"), logits)

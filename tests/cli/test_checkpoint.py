@@ -208,6 +208,35 @@ def test_weights(own: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("to", "output"),
+    [
+        ("ds_hf", "x"),
+        ("deepspeed", "x"),
+        ("universal", "x"),
+        ("dcp", "x"),
+        ("hf", "x"),
+        ("fp32", "x"),
+        ("fp32", "x.safetensors"),
+    ],
+)
+def test_force_replaces_what_is_there(own: Path, tmp_path: Path, to: str, output: str) -> None:
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    command = ["convert", own, tmp_path / output, "--to", to]
+    assert _run(*command)[0] == 0
+    before = written()
+    code, text = _run(*command)
+    assert (code, "exists; --force replaces it" in " ".join(text.split())) == (2, True)
+    assert written() == before
+    if to in ("hf", "fp32"):
+        assert _run("consolidate", own, tmp_path / output)[0] == 2
+    assert _run(*command, "--force")[0] == 0
+    assert written().keys() == before.keys()
+    assert written() != before
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["inspect", "nowhere"], 2, "nowhere does not exist"),
@@ -218,7 +247,8 @@ def test_weights(own: Path, tmp_path: Path) -> None:
         (["convert", "OWN", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "is not a size"),
         (["convert", "OWN", "out", "--to", "hf", "--model", "nowhere"], 1, "has no config.json"),
         (["convert", "OWN", "out", "--from", "dcp"], 1, "is a checkpoint of kind ds_hf, not dcp"),
-        (["convert", "OWN", "OWN"], 1, "exists: give another tag or folder"),
+        (["convert", "OWN", "OWN"], 2, "exists; --force replaces it"),
+        (["convert", "OWN", "OWN", "--to", "deepspeed", "-f"], 1, "exists and is not a checkpoint of format deepspeed"),
         (["convert", "OWN", "/dev/null"], 1, "/dev/null is no folder: give another place"),
         (["convert", "OWN", "/dev/null/out", "--to", "hf"], 1, "/dev/null is no folder: give another place"),
         (["verify", "."], 1, "holds no checkpoint"),

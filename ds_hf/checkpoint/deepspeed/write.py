@@ -84,8 +84,13 @@ def write_deepspeed(
     target: Target,
     tag: str | None = None,
     report: Report | None = None,
+    *,
+    over: bool = False,
 ) -> Path:
     """Write ``save_dir/tag`` and let ``latest`` name it; returns the folder. One rank's states are in memory at a time.
+
+    Args:
+        over: replace a checkpoint that is there.
 
     Raises:
         CheckpointError: the source has no optimizer states or is damaged, or the tag exists.
@@ -97,7 +102,7 @@ def write_deepspeed(
     root, folder = target_of(source, save_dir, tag)
     save = new_save()
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
-    with stage(folder, state_bytes(source)) as staged:
+    with stage(folder, state_bytes(source), over=over) as staged:
         for rank in range(target.world_size):
             name = optimizer_states_name(rank, bf16=bf16)
             state = _optimizer_state(source, flats, target, rank)
@@ -108,7 +113,7 @@ def write_deepspeed(
                 save_pickled(staged / name, {**model_state(source, flats, target, rank), **save})
             if report is not None:
                 report(rank + 1, target.world_size)
-        publish(staged, folder)
+        publish(staged, folder, over=over)
     replace_text(root / "latest", os.fspath(folder.relative_to(root)))
     return folder
 

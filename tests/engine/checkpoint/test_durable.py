@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
@@ -36,6 +37,7 @@ from ds_hf.checkpoint.verify import verify
 from ds_hf.engine.checkpoint import background, contents
 from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import size_text
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port, run_distributed
 
@@ -229,7 +231,8 @@ def test_a_full_disk_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.
                 engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 2})
         text = str(caught.value)
         assert str(tmp_path) in text
-        assert f"{size / 1e9:.3f} GB free" in text
+        assert f"{size_text(size)} free" in text
+        assert re.search(r"needs \S+ \S+, \S+ \S+ more", text)
         assert asked == [tmp_path]
         assert engine.load_checkpoint(tmp_path)[1] == {"which": 1}
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -250,8 +253,11 @@ def test_file_systems_that_do_not_tell(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: Usage(0, 0, 0))
     check_space(tmp_path / "not/there", 10**15)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"not/there has .* GB free and the checkpoint needs 1000000\.000 GB"):
+    with pytest.raises(CheckpointError, match=r"not/there has .* GB free and the checkpoint needs 1000\.00 TB"):
         check_space(tmp_path / "not/there", 10**15)
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 10**6, 10**6))
+    with pytest.raises(CheckpointError, match=r"has 1\.00 MB free and the checkpoint needs 1\.00 MB, 16 B more"):
+        check_space(tmp_path, 10**6 + 16)
 
 
 # -- leftovers ------------------------------------------------------------------------------------------------------
