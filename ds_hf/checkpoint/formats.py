@@ -18,7 +18,16 @@ from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.trust.pickled import read_pickled
 from ds_hf.errors import CheckpointError
 
-__all__ = ["kind_of", "lacks_metadata", "locate", "named_by_latest", "open_folder", "open_source", "open_whole"]
+__all__ = [
+    "kind_of",
+    "lacks_metadata",
+    "lies_at",
+    "locate",
+    "named_by_latest",
+    "open_folder",
+    "open_source",
+    "open_whole",
+]
 
 DCP_METADATA = ".metadata"
 
@@ -73,6 +82,19 @@ def kind_of(folder: Path) -> CheckpointKind | None:
     if is_universal(folder):
         return CheckpointKind.UNIVERSAL
     return CheckpointKind.DEEPSPEED if is_deepspeed(folder) else None
+
+
+def lies_at(target: Path, kind: str) -> bool:
+    """Whether a checkpoint of ``kind`` is at the place where one is to be written.
+
+    Raises:
+        CheckpointError: something else is.
+    """
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+        return False
+    if target.is_dir() and kind_of(target) == kind:
+        return True
+    raise CheckpointError(f"{target} exists and is not a checkpoint of format {kind}: give another place")
 
 
 def lacks_metadata(folder: Path) -> bool:

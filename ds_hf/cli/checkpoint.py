@@ -6,7 +6,6 @@ faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help``
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -327,15 +326,10 @@ def _require(path: Path) -> None:
 
 
 def _require_free(target: Path, to: Format, force: bool) -> None:
-    """End where something is there that is not to be replaced, or is no checkpoint of this format."""
-    from ds_hf.checkpoint.formats import kind_of
+    from ds_hf.checkpoint.formats import lies_at
 
-    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not target.is_dir() or (kind := kind_of(target)) is None or kind.value != to.value:
-        raise CheckpointError(f"{target} exists and is not a checkpoint of format {to.value}: give another place")
-    if not force:
-        wrong_usage(f"{target} exists; --force replaces it, --out-tag or another folder keeps it")
+    if lies_at(target, to.value) and not force:
+        wrong_usage(f"{target} exists; --force replaces it")
 
 
 def _dtype(text: str | None) -> torch.dtype | None:
