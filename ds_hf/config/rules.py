@@ -414,6 +414,8 @@ def _one_bit(config: Config, draft: Draft) -> None:
     name, stage = config.optimizer.type, config.zero_optimization.stage
     if name.lower() not in ONE_BIT:
         return
+    if "bias_correction" in (config.optimizer.params or {}):
+        draft.warn("/optimizer/params/bias_correction", f"no effect: {name} never corrects a bias, as in DeepSpeed")
     if stage > 0 and draft.get(("zero_optimization", "stage")) != "auto":
         message = (
             f"{name}, a 1-bit optimizer, is for ZeRO stage 0, and the stage is {stage}: where states are divided, "

@@ -21,7 +21,12 @@ from ds_hf.config.plan import StatePlan, dtype_name
 from ds_hf.config.types import DataTypesSection
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
+from ds_hf.engine.zero.fp32_buffers import (
+    buffers_to_keep_in_fp32,
+    keep_buffers_in_fp32,
+    keep_in_fp32_pattern,
+    regular,
+)
 from ds_hf.log import log_once, warn_once
 
 __all__ = ["autocast_of", "cast_floats", "hint_at_buffers", "place_buffers", "set_buffer_dtypes"]
@@ -83,6 +88,7 @@ def set_buffer_dtypes(model: nn.Module, types: DataTypesSection, dtype: torch.dt
     pattern = keep_in_fp32_pattern(model, types.keep_in_fp32_modules, dtype)
     kept = set()
     if pattern is not None:
+        _tell_unmatched(model, types.keep_in_fp32_modules)
         keep_buffers_in_fp32(model, pattern)
         kept = {id(buffer) for buffer in buffers_to_keep_in_fp32(model, pattern)}
     for module in model.modules():
@@ -92,6 +98,15 @@ def set_buffer_dtypes(model: nn.Module, types: DataTypesSection, dtype: torch.dt
             wide = buffer.is_floating_point() and buffer.dtype.itemsize > 1
             if target is not None and wide and id(buffer) not in kept:
                 buffer.data = buffer.data.to(target)
+
+
+def _tell_unmatched(model: nn.Module, setting: str | tuple[str, ...]) -> None:
+    for name in () if isinstance(setting, str) else setting:
+        if not buffers_to_keep_in_fp32(model, re.compile(regular(name))):
+            warn_once(
+                f"data_types.keep_in_fp32_modules: {name!r} is in no name of a buffer here, and has no effect. "
+                "Parameters follow the model, as in DeepSpeed"
+            )
 
 
 def hint_at_buffers(error: RuntimeError, model: nn.Module, dtype: torch.dtype | None) -> None:

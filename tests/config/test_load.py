@@ -306,6 +306,11 @@ def test_comments_and_foreign_sections_of_clients_files_are_ignored_with_a_warni
     assert "_note" in str(refused({"optimizer": {"type": "Adam", "params": {"lr": 1, "_note": ""}}}))
 
 
+def test_one_bit_optimizers_correct_no_bias() -> None:
+    config = load({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "bias_correction": True}}})
+    assert [fault.pointer for fault in config.warnings] == ["/optimizer/params/bias_correction"]
+
+
 def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:
     config = load({"zero_optimization": {"grad_hooks": True}})
     assert "DeepSpeed's code has no such key" in config.warnings[0].message

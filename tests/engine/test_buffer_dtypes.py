@@ -94,6 +94,12 @@ def test_buffers_take_the_dtype_that_is_asked_for(stage: int) -> None:
     assert dtypes(stage, data_types={"buffer_dtype": "fp32"}) == dict.fromkeys(LOADED, FP32)
 
 
+def test_patterns_of_no_buffer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    dtypes(1, data_types={"keep_in_fp32_modules": ["pl*in", "gate"]})  # "gate" has parameters alone
+    assert "keep_in_fp32_modules: 'gate' is in no name of a buffer" in caplog.text
+    assert "'pl*in'" not in caplog.text
+
+
 def test_what_a_model_lists_stays_under_init() -> None:
     made = dict.fromkeys(LOADED, BF16)
     assert dtypes(3, init=True) == made | {"router.kept": FP32}

@@ -199,6 +199,11 @@ class CommsLogger:
             if apart is not None:
                 say("\nStraggler effect: what the calls of this rank took beyond those of the fastest rank")
                 _print_table("Comm. Op", apart, _STRAGGLERS)
+        if print_log and not self.prof_all:
+            made = {name.partition(" | ")[0] for name in summary}
+            for name in self.prof_ops:
+                if name not in made:
+                    say(f"no call of {name} was made, which comms_logger.prof_ops names")
         if not return_dict:
             return None
         metadata = {"world_size": _world_size(), "rank": current_rank(), "timestamp": datetime.now().isoformat()}

@@ -167,7 +167,7 @@ class FlopsProfiler:
         if detailed:
             lines += ["", "Detailed Profile per GPU", *each_module(modules, kinds, module_depth)]
         text = "\n".join(lines) + "\n"
-        if output_file is None:
+        if not output_file:  # of DeepSpeed's files "" too
             sys.stdout.write(text)
         else:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)

@@ -218,7 +218,18 @@ def param_faults(
             near = nearest(key, accepted)
             fix = (f"did you mean {near}? " if near else "") + f"accepted: {', '.join(accepted)}"
             faults.append(Fault(f"{where}/{key}", f"{name} has no such parameter", fix))
+    faults += [
+        Fault(f"{where}/{key}", f"{name} takes {_kind(accepted[key])}, not {type(value).__name__}", "give one")
+        for key, value in params.items()
+        if isinstance(value, str | dict) and value != "auto" and key in accepted and _kind(accepted[key])
+    ]
     for key, parameter in accepted.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
             faults.append(Fault(where, f"{name} needs {key}, which is missing", f"add {key}"))
     return faults
+
+
+def _kind(parameter: inspect.Parameter) -> str:
+    """What a default shows to be wanted; torch's classes look at some of their arguments in the first step only."""
+    default = parameter.default
+    return "true or false" if isinstance(default, bool) else "a number" if isinstance(default, int | float) else ""

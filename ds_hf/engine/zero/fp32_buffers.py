@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["buffers_to_keep_in_fp32", "keep_buffers_in_fp32", "keep_in_fp32_pattern", "lists_of"]
+__all__ = ["buffers_to_keep_in_fp32", "keep_buffers_in_fp32", "keep_in_fp32_pattern", "lists_of", "regular"]
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -38,16 +38,17 @@ def keep_in_fp32_pattern(
     if dtype not in _SIXTEEN_BITS:
         return None
     if setting is not None and setting != "auto":
-        parts = {_regular(name) for name in setting}
+        parts = {regular(name) for name in setting}
     else:
         parts = set()
         for path, child in module.named_modules():
             within = rf"^{re.escape(path)}\..*" if path else ""
-            parts |= {within + _regular(name) for name in lists_of(child, dtype)}
+            parts |= {within + regular(name) for name in lists_of(child, dtype)}
     return re.compile("|".join(sorted(parts))) if parts else None
 
 
-def _regular(name: str) -> str:
+def regular(name: str) -> str:
+    """The regular expression of one pattern."""
     return name.replace("*", ".*")
 
 

@@ -277,6 +277,16 @@ def test_only_what_all_ranks_measured_is_compared() -> None:
     assert run_distributed(uneven, 2) == [{"barrier"}, {"barrier"}]
 
 
+def test_operations_that_are_never_called_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = CommsLogger()
+    logger.prof_all, logger.prof_ops = False, ["barrier", "all_reduec"]
+    logger.append("barrier", "barrier | [by a script]", 0.5, 0)
+    logger.log_all()
+    printed = capsys.readouterr().out
+    assert "no call of all_reduec was made, which comms_logger.prof_ops names" in printed
+    assert "no call of barrier" not in printed
+
+
 def test_a_configuration_sets_it_up() -> None:
     section = SimpleNamespace(enabled=True, verbose=False, debug=True, prof_all=False, prof_ops=("barrier",))
     configure(SimpleNamespace(comms_logger=section), verbose=True)

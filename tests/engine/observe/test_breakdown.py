@@ -134,7 +134,10 @@ def operations(folder: str) -> None:
     """2 x 8 by 8 x 4, once: 2 operations for each of 64 products."""
     path = Path(folder) / "deep" / "profile.txt"
     for stage in (2, 3):
-        for own, where in (({"output_file": str(path)}, "file"), ({"detailed": False, "top_modules": 1}, "terminal")):
+        for own, where in (
+            ({"output_file": str(path)}, "file"),
+            ({"output_file": "", "detailed": False, "top_modules": 1}, "terminal"),
+        ):
             engine = make(stage, flops_profiler={"enabled": True, "profile_step": 1, **own})
             assert "flops profile" not in train(engine, 2)
             assert not path.exists()

@@ -138,7 +138,9 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
         ("Muon", {"nesterov": False}, ["nesterov"], ["Muon has no such parameter", "muon_lr"]),
         ("Muon", {"momentum": 2.0}, [""], ["momentum must be in [0, 1)"]),
         ("AdamW", {"lr": -1}, [""], ["lr"]),
-        ("SGD", {"lr": "big"}, [""], ["SGD"]),
+        ("SGD", {"lr": "big"}, ["lr"], ["SGD takes a number, not str"]),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": "abc"}, ["dampening"], ["SGD takes a number, not str"]),
+        ("SGD", {"lr": 0.1, "nesterov": "no"}, ["nesterov"], ["SGD takes true or false, not str"]),
     ],
 )
 def test_wrong_params(name: str, params: dict[str, Any], pointers: list[str], words: list[str]) -> None:

@@ -85,7 +85,7 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
         )
     if not done:
         what = "zero_quantized_nontrainable_weights" if named is None else "weight_quantization"
-        log_once(f"{what}: the model has no layer to quantize")
+        log_once(f"{what}: no linear layer, embedding or stacked experts of the model fit it, so nothing is quantized")
 
 
 _FROZEN = WeightFormat(8, 256)
