@@ -259,6 +259,8 @@ class CoreEngine(nn.Module):
         applied = self.last_step.learn(self.optimizer)
         if applied is None:
             return
+        if not applied:
+            self.hooks.skip_step()
         if not applied and self.mesh.world.rank == 0:
             assert self.optimizer is not None
             scaler = self.optimizer.loss_scaler

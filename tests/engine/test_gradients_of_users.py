@@ -556,6 +556,23 @@ def every(mine: list[str]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_from_before_a_step_that_was_skipped(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights are those of now; not after the next step, which is applied."""
+    forget_said()
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    engine = make(stage, fp16=fp16)
+    x = torch.ones(1, 3, dtype=torch.float16)
+    losses = [engine(x).sum() for _ in range(4)]
+    for index, factor in enumerate((float("inf"), float("inf"), 1.0, 1.0)):
+        assert "computed before the last step" not in caplog.text, index
+        engine.backward(losses[index] * factor)
+        engine.step()
+    assert engine.skipped_steps == 2
+    assert "computed before the last step" in caplog.text
+    engine.destroy()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_parts_without_gradients(world: int) -> None:
     run_distributed(parts_without_gradients, world, timeout=60)

@@ -116,7 +116,7 @@ class Unfreezing:
         else:
             self.look()
         self._writes.tell()
-        self._hooks.steps += 1
+        self._hooks.begin_step()
         self._steps_until -= 1
         if not self._steps_until:
             self._steps_until = self.compare_settings()

@@ -137,6 +137,7 @@ class UnitHooks:
         self._graphs_to_check = 4 if shards else 0  # calls of the model in which early uses are looked for
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.steps = 0  # that the optimizer has begun
+        self.applied = self._applied_before = 0  # the last of them that was not skipped, as far as is known
         self.needs_scale = needs_scale
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         self.sharing = sharing or Sharing()
@@ -558,8 +559,17 @@ class UnitHooks:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """The optimizer is about to change the weights."""
+        self.steps += 1
+        self._applied_before, self.applied = self.applied, self.steps
+
+    def skip_step(self) -> None:
+        """It has not."""
+        self.applied = self._applied_before
+
     def _pre_backward(self, unit: Unit, call: UnitCall | None, steps: int, grad: Tensor) -> None:
-        if steps != self.steps and not unit.name:
+        if steps < self.applied and not unit.name:
             warn_once(
                 "backward of a loss that was computed before the last step: the weights have changed since, and its "
                 "gradients are of neither the old ones nor the new ones. Plain torch makes this an error. Compute the "
