@@ -11,19 +11,22 @@ import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import struct
-import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.distributed import PRELOAD
 
 MEMORY = 200 * 2**20
 SECONDS = 5.0
@@ -131,30 +134,36 @@ def replace_file(folder: Path, name: str, content: bytes) -> None:
 
 
 class Victim:
-    """A process that loads or converts checkpoints and may take ``MEMORY`` more than it has after a good one."""
+    """A process that loads or converts checkpoints and may take ``MEMORY`` more than it has after a good one.
+
+    It is forked from the server of ranks, which has imported torch.
+    """
 
     def __init__(self, original: Path) -> None:
-        command = [sys.executable, "-m", "tests.checkpoint.hostile", os.fspath(original)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipe, theirs = context.Pipe(duplex=True)
+        self.process = context.Process(target=_serve, args=(original, list(sys.path), theirs))
+        self.process.start()
+        theirs.close()
         assert self._answer()["ready"]
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the process died with status {self.process.wait()}"
-        return json.loads(line)  # type: ignore[no-any-return]
+        try:
+            answer: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            self.process.join(200)
+            raise AssertionError(f"the process died with status {self.process.exitcode}") from None
+        return answer
 
     def ask(self, what: str, folder: Path) -> Outcome:
         """``what`` is "load" or "convert"."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, os.fspath(folder)]) + "\n")
-        self.process.stdin.flush()
+        self._pipe.send([what, folder])
         return Outcome(**self._answer())
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(200)
+        self._pipe.close()
+        self.process.join(200)
 
 
 def limit_memory(nbytes: int) -> None:
@@ -168,8 +177,9 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _serve(original: Path) -> None:
-    """Answer one line of JSON with another."""
+def _serve(original: Path, path: list[str], pipe: Connection) -> None:
+    """Answer each question, until nobody asks."""
+    sys.path[:] = path
     import logging
     import shutil
     import tempfile
@@ -182,7 +192,7 @@ def _serve(original: Path) -> None:
     from tests.engine.checkpoint.workload import build, config, differences, states
 
     logging.disable(logging.CRITICAL)
-    out, sys.stdout = sys.stdout, sys.stderr
+    torch.set_num_threads(1)
     engine = build(config(3, "bf16"), seed=1)
 
     def load(folder: Path) -> dict[str, Any]:
@@ -204,26 +214,23 @@ def _serve(original: Path) -> None:
     actions = {"load": load, "convert": convert}
     expected = {name: action(original) for name, action in actions.items()}
     limit_memory(MEMORY)
-    out.write(json.dumps({"ready": True}) + "\n")
-    out.flush()
-    for line in sys.stdin:
-        name, folder = json.loads(line)
+    pipe.send({"ready": True})
+    while True:
+        try:
+            name, folder = pipe.recv()
+        except EOFError:
+            return
         before, start = _resident(), time.process_time()  # other work does not count
         message = ""
         try:
-            found = differences(expected[name], actions[name](Path(folder)))
+            found = differences(expected[name], actions[name](folder))
             kind, message = ("different", ", ".join(found)) if found else ("same", "")
         except CheckpointError as error:
             kind, message = "refused", str(error)
         except BaseException as error:
             kind, message = type(error).__name__, str(error)
         seconds, nbytes = time.process_time() - start, _resident() - before
-        out.write(json.dumps({"kind": kind, "message": message[:2000], "seconds": seconds, "nbytes": nbytes}) + "\n")
-        out.flush()
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+        pipe.send({"kind": kind, "message": message[:2000], "seconds": seconds, "nbytes": nbytes})
 
 
 def killed_at(point: int, write: Callable[[], None]) -> bool:

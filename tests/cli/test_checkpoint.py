@@ -21,10 +21,11 @@ from ds_hf.checkpoint.few_bits import two_of_four
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.source import Source
-from ds_hf.cli import checkpoint
+from ds_hf.cli import checkpoint, main
 from ds_hf.cli.root import app
 from tests.engine.checkpoint.workload import Model, config, engine_of, train
 from tests.helpers.archives import unpack
+from tests.helpers.distributed import run_distributed
 from tests.helpers.few_bits import opened, unpacked
 
 run = CliRunner().invoke
@@ -292,23 +293,30 @@ def test_names_in_files_do_not_steer_the_terminal(own: Path, tmp_path: Path, as_
         assert ("title" in text) == (r"u001b]0;title" in text or r"x1b]0;title" in text)
 
 
-@pytest.mark.parametrize(("quiet", "shown"), [("0", True), pytest.param("100", False, marks=pytest.mark.slow)])
-def test_progress_is_shown_on_a_terminal_after_some_time(own: Path, tmp_path: Path, quiet: str, shown: bool) -> None:
-    script = "import sys; from ds_hf.cli import checkpoint, main\ncheckpoint._QUIET_S = float(sys.argv.pop(1)); main()"
-
+def on_a_terminal(quiet: float, *words: str) -> str:
+    """What a command writes to a terminal as standard error."""
     leader, follower = pty.openpty()
-    command = [sys.executable, "-c", script, quiet, "checkpoint", "convert", str(own), str(tmp_path / "out")]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment)
+    os.dup2(follower, 2)
     os.close(follower)
-    assert result.returncode == 0
-    try:
-        written = os.read(leader, 100_000).decode()
-    except OSError:  # nothing was written
-        written = ""
-    finally:
-        os.close(leader)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     assert checkpoint._QUIET_S == 2.0
+    checkpoint._QUIET_S = quiet
+    sys.argv = ["ds-hf", *words]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    os.set_blocking(leader, False)
+    try:
+        return os.read(leader, 100_000).decode()
+    except BlockingIOError:  # nothing was written
+        return ""
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(0.0, True), pytest.param(100.0, False, marks=pytest.mark.slow)])
+def test_progress_is_shown_on_a_terminal_after_some_time(own: Path, tmp_path: Path, quiet: float, shown: bool) -> None:
+    words = ("checkpoint", "convert", str(own), str(tmp_path / "out"))
+    environment = {"TERM": "xterm", "COLUMNS": "100"}
+    (written,) = run_distributed(on_a_terminal, 1, quiet, *words, backend=None, env=environment)
     assert ("%" in written) == shown
     assert (written != "") == shown
 
