@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from ds_hf.cli.root import app
 from tests.compat.common import WORLD, run_user_code, save_tiny_model
 from tests.helpers.distributed import free_port, run_distributed
-from tests.helpers.interpreter import python
 from tests.helpers.pages import ROOT, blocks, commands
 
 README = ROOT / "README.md"
@@ -87,23 +86,27 @@ def _follow(folder: str, code: str) -> list[float]:
     return list(names["losses"])
 
 
+def _all_succeed(folder: str, lines: list[str]) -> None:
+    os.chdir(folder)
+    for line in lines:
+        done = run(app, shlex.split(line)[1:])
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+
+
 @pytest.mark.skipif(WORLD < 2, reason="needs two devices")
-def test_the_own_loop_and_the_commands_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the doctor's
+def test_the_own_loop_and_the_commands_around_it(tmp_path: Path) -> None:
     run_distributed(save_tiny_model, 1, tmp_path / "tiny", backend=None)
     lines = [line for line in commands(README) if line.startswith(HERE) and "for_deepspeed" not in line]
     after = [line for line in lines if line.startswith("ds-hf checkpoint")]
-    for line in [line for line in lines if line not in after]:
-        done = python("-m", "ds_hf.cli", *shlex.split(line)[1:])
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # the doctor's
+    before = [line for line in lines if line not in after]
+    run_distributed(_all_succeed, 1, str(tmp_path), before, backend=None, env=cache)
     (code,) = blocks(README, "python")
     losses = run_user_code(_follow, str(tmp_path), code, world_size=2)
     assert [len(each) for each in losses] == [4, 4]  # 8 samples, one a process and step
     assert all(4.5 < loss < 5.2 for each in losses for loss in each)  # ln(128) = 4.85
-    for line in [*after, "ds-hf checkpoint convert checkpoints for_deepspeed --to deepspeed"]:
-        done = python("-m", "ds_hf.cli", *shlex.split(line)[1:])
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    after.append("ds-hf checkpoint convert checkpoints for_deepspeed --to deepspeed")
+    run_distributed(_all_succeed, 1, str(tmp_path), after, backend=None)
     assert list((tmp_path / "model").glob("*.safetensors"))
     assert list((tmp_path / "for_deepspeed").rglob("*_optim_states.pt"))
 
