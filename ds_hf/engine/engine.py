@@ -489,7 +489,8 @@ class CoreEngine(nn.Module):
     # -- life -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Remove all hooks and free gradients, masters and moments; the module can be initialized again.
+        """Remove all hooks and free gradients, masters and moments; the module can be initialized again. At stage 3 its
+        weights stay in parts until then.
 
         Raises:
             CheckpointError: a checkpoint was being written in the background, and that failed.

@@ -215,6 +215,7 @@ class FlatBuffer:
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
         self.kept_writes = 0  # how often values from outside became the truth
+        self.let_go = False  # by an engine that was destroyed
         self.users: dict[Any, None] = {}  # the hooks of the engines whose models use it, in the order of all ranks
 
     def _stored_shapes(self) -> list[torch.Size]:

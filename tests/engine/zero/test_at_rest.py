@@ -279,6 +279,24 @@ def elements(params: list[nn.Parameter]) -> int:
     return sum(param.ds_numel if hasattr(param, "ds_numel") else param.numel() for param in params)
 
 
+def test_a_model_whose_engine_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights are in parts still; the sentence comes before torch's own error."""
+    forget_said()
+    model = nn.Linear(3, 2)
+    engine = initialize(model=model, config=base_config(3))[0]
+    before = engine(torch.ones(1, 3)).tolist()
+    engine.destroy()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    assert "`linear()` of weight (2, 3) sees no values" in caplog.text
+    assert "was destroyed" in caplog.text
+    with GatheredParameters(list(model.parameters())):
+        assert model(torch.ones(1, 3)).tolist() == before
+    again = initialize(model=model, config=base_config(3))[0]
+    assert again(torch.ones(1, 3)).tolist() == before
+    again.destroy()
+
+
 def reads() -> list[str]:
     """Which are not told, and what else is."""
     engine, lines, wrong = built(3), Lines(logging.WARNING), []
