@@ -170,8 +170,8 @@ def _tell_read(param: Tensor, what: str) -> None:
     if buffer.let_go and not buffer.users:
         warn_once(
             f"{what} of {name_of(param)} sees no values (said once, for the first of them): the engine of its model, "
-            "of ZeRO stage 3, was destroyed, and each process keeps its part of the weights. Call initialize() with the "
-            "model again, or use it inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`",
+            "of ZeRO stage 3, was destroyed, and each process keeps its part of the weights. Call initialize() with "
+            "the model again, or use it inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`",
             about="reads of parameters whose engine is gone",
         )
         return
