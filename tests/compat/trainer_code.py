@@ -6,7 +6,6 @@ in the same processes.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,11 +66,7 @@ def tiny_llama(**changes: Any) -> PreTrainedModel:
 
 
 def start_afresh() -> None:
-    """What the next script of a user would find: accelerate remembers its first settings for the whole process.
-
-    And ranks that a server forked would start one of their own, which imports torch again, for the workers of loaders.
-    """
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type] # the default
+    """What the next script of a user would find: accelerate remembers its first settings for the whole process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)

@@ -246,6 +246,8 @@ def _kill_group(pid: int | None) -> None:
 def _rank_main(spec: RankSpec, payload: bytes, pipe: Connection) -> None:
     """What a rank runs: set up, call, report; never returns to the server's frames with an exception."""
     os.setsid()
+    # The server's way would be inherited: workers of loaders would start another server, which imports torch again.
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type] # the default, as in a script
     gc.freeze()  # what the server has imported is never garbage: no collection visits it, and no page of it is copied
     _redirect_output(spec.output)
     faulthandler.enable()
