@@ -47,6 +47,9 @@ class Commands(TyperGroup):
             complain(f"this needs the package {error.name}: pip install 'ds-hf[{EXTRAS[error.name]}]'")
             raise typer.Exit(1) from None
         except OSError as error:
+            if error.filename is None and error.errno == errno.ENOSPC:
+                complain(f"what the command printed could not be written: {error.strerror}")
+                raise typer.Exit(1) from None
             if error.filename is None or error.errno == errno.EPIPE:  # who reads the output is gone
                 raise
             complain(f"{error.filename}: {error.strerror}")

@@ -113,3 +113,12 @@ def test_variables_of_the_environment_are_documented() -> None:
     }
     page = (root / "docs" / "environment.md").read_text("utf-8")
     assert not [name for name in named - {"DS_HF_LAUNCH"} if f"`{name}`" not in page]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_onto_a_full_disk_is_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-m", "ds_hf", "config", "schema"], stdout=full, stderr=-1, text=True)
+    assert ended.returncode == 1
+    assert "ds_hf: what the command printed could not be written: No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
