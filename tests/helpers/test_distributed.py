@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.distributed import DistributedFailure, run_distributed, run_torchrun
+from tests.helpers.distributed import NICE, DistributedFailure, run_distributed, run_torchrun
 
 
 def _sum_of_ranks(scale: float) -> tuple[int, float]:
@@ -112,3 +112,18 @@ def test_torchrun_returns_the_output(tmp_path: Path) -> None:
     output = run_torchrun(script, world_size=2)
     assert "hello from 0" in output
     assert "hello from 1" in output
+
+
+def urgency() -> list[int]:
+    import torch.distributed as dist
+
+    dist.new_group([0, 1])
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    return [os.getpriority(os.PRIO_PROCESS, 0), *(os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names on Linux")
+def test_threads_that_wait_for_sockets_leave_the_cores_to_others() -> None:
+    for first, *others in run_distributed(urgency, 2):
+        assert others
+        assert set(others) == {first + NICE}
