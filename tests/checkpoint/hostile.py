@@ -178,7 +178,7 @@ def _resident() -> int:
 
 
 def _serve(original: Path, path: list[str], pipe: Connection) -> None:
-    """Answer each question, until nobody asks."""
+    """Answer questions until the other end of ``pipe`` is closed."""
     sys.path[:] = path
     import logging
     import shutil
