@@ -55,13 +55,16 @@ $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "ds_hf needs Python 3.10 or newer; try: make PYTHON=python3.11")'
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
-	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
+	@# torch by itself, exactly pinned: no other package's range may choose another build of it. Beside it what is pinned
+	@# for development, which takes pip half of the time where it need not resolve it; where a pin does not fit this
+	@# Python or system none of them is installed, and the last line chooses.
 	@$(if $(OTHER),sed -E $(if $(TORCH),-e 's/^(torch==)[^ ]+/\1$(TORCH)/' -e '/^(nvidia|cuda|triton|setuptools)/d') \
 	  $(if $(TRANSFORMERS),-e 's/^(transformers==)[^ ]+/\1$(TRANSFORMERS)/' -e '/^(trl|tokenizers|huggingface.hub|hf.xet|accelerate|peft)=/d') constraints.txt > $(PINS))
 	@# The C++ library is compiled beside; what pip would say in between of what is not there yet has no meaning.
 	@$(PIP) --no-deps -e . & built=$$!; \
-	$(PIP) --no-warn-conflicts "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))" && \
-	$(BIN)/python -c "$$NEEDS" > $(VENV)/needs.txt && $(PIP) --no-warn-conflicts -r $(VENV)/needs.txt; needed=$$?; \
+	$(if $(NEWEST),true,grep -v '^torch==' $(PINS) > $(VENV)/pinned.txt; $(PIP) --no-deps -r $(VENV)/pinned.txt 2> /dev/null) & pinned=$$!; \
+	$(PIP) --no-deps "$(if $(NEWEST),torch,$$(grep '^torch==' $(PINS)))"; found=$$?; wait $$pinned; \
+	[ $$found = 0 ] && $(BIN)/python -c "$$NEEDS" > $(VENV)/needs.txt && $(PIP) --no-warn-conflicts -r $(VENV)/needs.txt; needed=$$?; \
 	wait $$built && exit $$needed
 	@touch $@
 
