@@ -11,6 +11,7 @@
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels and of four GPUs
 #   suite 1, 3      the tests for CPUs with that machine's torch, 2.11, and its CPU, of other products of bf16; those
 #                   that ask for TRL, datasets, scikit-build-core or ruff, which it lacks, fail
+#   slow 1, 20      the slow ones for CPUs, in the same way; names are printed as they end
 #   four 4, 8       the latter; beside others on the same GPUs they run into their time limits
 #   training 2, 9   benchmarks/training.py, the rows of docs/measurements.md; ROWS="3 7" for some of them
 #   captured 2, 4   small steps, with blocks in CUDA graphs and without
@@ -87,6 +88,11 @@ tests() {
 
 suite() {
   python3 -m pytest -q -W ignore -m "not slow and not gpu" --timeout 200 -rfE --tb short -p no:benchmark -n logical \
+    --continue-on-collection-errors --ignore tests/gpu tests
+}
+
+slow() {
+  python3 -m pytest -v -W ignore -m "slow and not gpu" --timeout 300 -rfE --tb short -p no:benchmark -n logical \
     --continue-on-collection-errors --ignore tests/gpu tests
 }
 
@@ -218,13 +224,13 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,25s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,30s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | four | training | captured | data | offload | offload2 | memory | long | tensor | host | profile | \
-      masters | autotune | many)
+    kernels | tests | suite | slow | four | training | captured | data | offload | offload2 | memory | long | tensor | \
+      host | profile | masters | autotune | many)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"
