@@ -304,7 +304,8 @@ def test_ten_lives_in_one_process_take_no_more_memory() -> None:
         for sizes, losses, hooks in run_user_code(ten_lives, stage):
             assert len(set(losses)) == 1
             assert hooks == 0
-            assert sizes[-1] == sizes[1], sizes  # the first life may leave caches behind
+            # the first life may leave caches behind, and a thread of gloo's may hold the tensors of a call that just ended
+            assert min(sizes[-3:]) <= sizes[1], sizes
 
 
 def smaller_things() -> dict[str, Any]:
