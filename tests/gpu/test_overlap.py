@@ -229,7 +229,7 @@ def test_runs_are_alike(stage: int) -> None:
 def profiled(stage: int, folder: str, copies: bool) -> dict[str, list[float]]:
     """For each kind of communication: the share of each one's time in which computation ran as well."""
     engine = engine_of(stage, ds_hf={"peer_copies": copies})
-    x = data(8192)
+    x = data(32768)  # some 50 ms a step: with fewer a GPU waits for a slow host, and nothing is there to hide behind
     for _ in range(4):
         step(engine, x)
     torch.cuda.synchronize()
