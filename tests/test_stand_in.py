@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.interpreter import python
+from tests.helpers.once import made_once
 
 _EARLY = """
 import json, sys
@@ -135,7 +137,11 @@ print(json.dumps(told))
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each code says, by name."""
-    folder = tmp_path_factory.mktemp("real")
+    found: dict[str, Any] = made_once(tmp_path_factory, "stand_in", lambda: _told(tmp_path_factory.mktemp("real")))
+    return found
+
+
+def _told(folder: Path) -> Any:
     (folder / "deepspeed").mkdir()
     (folder / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.9'\n")
     codes = {
@@ -150,8 +156,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     given = json.dumps([codes, str(folder), ROOMS])
     done = subprocess.run([sys.executable, "-c", _SERVER], env=environment, capture_output=True, text=True, input=given)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_importing_ds_hf_imports_nothing(told: dict[str, Any]) -> None:
