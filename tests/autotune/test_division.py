@@ -119,12 +119,12 @@ def space(folder: Path, file: dict[str, Any], flag: str = "--deepspeed", **optio
 
 
 def test_layers_are_shared_where_the_trainer_reads_the_data(tmp_path: Path) -> None:
-    by_trainer = space(tmp_path, {})
+    by_trainer = space(tmp_path, {}, fix=FIXED)
     assert {setting[TENSOR] for setting in by_trainer.settings()} == {1, 2, 4}
     assert next(iter(by_trainer.settings()))[TENSOR] == 1
     assert by_trainer.kept[SEQUENCE] == "free only when named by --tune"
     assert "free only when named" in space(tmp_path, {}, "--deepspeed_config").kept[TENSOR]
-    named = space(tmp_path, {}, "--deepspeed_config", tune=(TENSOR, SEQUENCE))
+    named = space(tmp_path, {}, "--deepspeed_config", tune=(TENSOR, SEQUENCE), fix=FIXED)
     both = {(setting[TENSOR], setting[SEQUENCE]) for setting in named.settings()}
     assert both == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)}  # 2 x 4 are more than the processes
     assert space(tmp_path, {"tensor_parallel": {"autotp_size": 2}}).kept[TENSOR] == "given in the file"
@@ -150,7 +150,7 @@ def test_experts_are_divided_where_the_model_has_some(tmp_path: Path) -> None:
     command = Command.parse([str(tmp_path / "train.py"), "--deepspeed", "ds.json"])
     known = {"cuda": True, "can_checkpoint": True, "division": division_of(mixture()["facts"])}
     config = examine({"train_batch_size": 8}, world=None, allow_auto=True)
-    found = Space(config, command, Options(), sizes=sizes_of(mixture(), {}), **known)
+    found = Space(config, command, Options(fix=FIXED), sizes=sizes_of(mixture(), {}), **known)
     assert {setting[EXPERTS] for setting in found.settings()} == {0, 1, 2}
     assert not any(setting[EXPERTS] == 2 and setting[TENSOR] > 1 for setting in found.settings())
     tree = config_of({}, {STAGE: 2, EXPERTS: 2})

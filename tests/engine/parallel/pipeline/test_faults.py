@@ -23,32 +23,26 @@ from ds_hf.measure.saving import LR_ENV
 from tests.engine.parallel.pipeline.models import VOCAB, Embedding, batches, cross_entropy, pairs, pipeline
 from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.patience import patient
+from tests.helpers.started import ForkedProgram
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "optimizer": SGD}
 SCRIPT = Path(__file__).parent / "faulty_script.py"
 
 
-def both_ends(how: str) -> list[tuple[int, str]]:
+def both_ends(how: str, folder: Path) -> list[tuple[int, str]]:
     """Exit code and output of each of two stages."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    stages = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), how],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    outputs = [folder / f"stage{rank}" for rank in range(2)]
+    start: Any = ForkedProgram if how == "kill" else subprocess.Popen  # others end by themselves
+    stages = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as said:
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            stages.append(start([sys.executable, str(SCRIPT), how], env=own, stdout=said, stderr=subprocess.STDOUT))
     try:
-        found = []
-        for stage in stages:
-            output, _ = stage.communicate(timeout=patient(90))
-            found.append((stage.returncode, output))
-        return found
+        return [(stage.wait(patient(90)), said.read_text()) for stage, said in zip(stages, outputs, strict=True)]
     finally:
         for stage in stages:
             stage.kill()
@@ -56,8 +50,8 @@ def both_ends(how: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "hang"))])
-def test_a_stage_that_fails_ends_the_other_one(how: str) -> None:
-    (code, output), (other_code, other_output) = both_ends(how)
+def test_a_stage_that_fails_ends_the_other_one(how: str, tmp_path: Path) -> None:
+    (code, output), (other_code, other_output) = both_ends(how, tmp_path)
     assert code != 0
     assert other_code != 0
     assert "DivergenceError" in output or how == "hang"

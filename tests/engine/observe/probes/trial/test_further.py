@@ -45,7 +45,7 @@ def asked(folder: Path, names: list[str], own: str, dtype: str, natural: int = 0
         config.write_text(json.dumps(tree))
         first = folder / "request.json"
         TrialRequest(
-            f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=4, config=str(config),
+            f"{folder}/{name}.jsonl", points=((4, 2), (2, 4)), steps=2, config=str(config),
             further=int(number < len(names) - 1), natural_steps=0 if number else natural,
         ).write(further_file(first, number) if number else first)  # fmt: skip
 
