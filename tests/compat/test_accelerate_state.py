@@ -304,7 +304,7 @@ def test_ten_lives_in_one_process_take_no_more_memory() -> None:
         for sizes, losses, hooks in run_user_code(ten_lives, stage):
             assert len(set(losses)) == 1
             assert hooks == 0
-            # the first life may leave caches behind, and a thread of gloo's may hold the tensors of a call that just ended
+            # the first life may leave caches behind, and a thread of gloo's hold the tensors of a call that has ended
             assert min(sizes[-3:]) <= sizes[1], sizes
 
 
