@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -84,10 +85,16 @@ class RankSpec:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback address now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that is free on the loopback address now, of those that the system gives nobody who asks for any."""
+    try:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # no Linux
+        end = 0
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.bind(("127.0.0.1", secrets.choice(range(end // 2, end)) if end > 4096 else 0))
+            return int(sock.getsockname()[1])
+    raise OSError("no port is free")
 
 
 def run_distributed(
