@@ -156,6 +156,7 @@ def _manifest(source: Source, tag: str, common_file: str, files: dict[str, int])
         "parameters": {name: _entry(saved, weights[name]) for name, saved in known.parameters.items()},
         "excluded": sorted(known.excluded),
         "tied": known.tied,
+        **known.of_weights,
         "buffers": {
             name: {
                 "shape": list(buffer.shape),

@@ -157,6 +157,8 @@ def _rest(source: Source) -> dict[str, Any]:
         "dtypes": dtypes,
         "tied": dict(manifest.tied),
         "buffers": list(manifest.buffers),
+        "excluded": sorted(manifest.excluded),
+        "of_weights": manifest.of_weights,
     }
     stream = io.BytesIO()
     torch.save(kept, stream)  # bytes: torch would take nested dictionaries apart and lose their types
@@ -401,13 +403,15 @@ def _manifest(
         dtype = (rest.get("dtypes") or {}).get(name) or name_of(found.tensors[place].properties.dtype)
         dtypes[name] = {"dtype": dtype}
     extra: dict[str, Any] = {
+        **(rest.get("of_weights") or {}),
         "counters": rest.get("counters") or {},
         "optimizer": rest.get("optimizer"),
         "groups": None,
         "parameters": dtypes,
         "written_by": {"torch.distributed.checkpoint": ""},
     }
-    return Manifest(found.folder, 1, parameters, buffers, tied, frozenset(), _sizes(found.folder), extra)
+    excluded = frozenset(map(str, rest.get("excluded") or ()))
+    return Manifest(found.folder, 1, parameters, buffers, tied, excluded, _sizes(found.folder), extra)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

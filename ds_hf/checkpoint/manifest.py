@@ -36,6 +36,7 @@ from ds_hf.regular_files import check_regular, read_regular
 
 __all__ = ["Manifest", "open_own", "read_manifest", "sealed"]
 
+_OF_WEIGHTS = ("model_config", "blocks")  # entries that hold of the weights wherever these lie
 _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
 
 
@@ -57,6 +58,11 @@ class Manifest:
     excluded: frozenset[str]
     files: dict[str, int]
     extra: dict[str, Any]
+
+    @property
+    def of_weights(self) -> dict[str, Any]:
+        """What is said of the weights besides their values, and goes along with them into another checkpoint."""
+        return {key: self.extra[key] for key in _OF_WEIGHTS if isinstance(self.extra.get(key), dict)}
 
     def refuse_blocks(self, names: Iterable[str]) -> None:
         """Raise ``CheckpointError`` where one of ``names`` is blocks of few bits, which only an engine reads."""

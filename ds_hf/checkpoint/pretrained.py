@@ -41,6 +41,7 @@ __all__ = [
     "floating",
     "is_pretrained",
     "main_dtype",
+    "no_model",
     "open_weights",
     "read_pretrained",
     "weight_files",
@@ -50,6 +51,7 @@ __all__ = [
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+_ADAPTED = re.compile(r"^base_model\.|\.base_layer\.|\.lora_[AB]\.")  # what PEFT calls parameters
 _INDEX_NBYTES = 2**28  # that an index may have
 _ASIDE = re.compile(r"\.weights\.saving-[\w-]+/(?P<name>[^/]+)")  # of a writer that was killed between two names
 
@@ -238,10 +240,16 @@ def export_source(
         what was copied.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; what was in ``folder`` is as it was.
+        CheckpointError: the checkpoint is damaged, or no model with its ``model_folder``; what was in ``folder`` is as
+            it was.
     """
     if model_folder is not None:
         require_config(Path(model_folder))
+    why = no_model(source)
+    if why and model_folder is not None:
+        raise CheckpointError(f"no config.json goes with these weights: {why}")
+    if why:
+        logger.warning("no config.json is written: %s", why)
     source.check()
     source.manifest.refuse_blocks(source.manifest.parameters)
     features = source.common.get("features")
@@ -258,6 +266,8 @@ def export_source(
     found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
     copied: list[str] = []
     config = source.manifest.extra.get("model_config")
+    if why:
+        found = config = None
 
     def fill(place: Path) -> None:
         if found is not None:
@@ -274,6 +284,22 @@ def export_source(
             for name, value in form.tensors(weight, dtype):
                 writer.put(name, value)
     return copied
+
+
+def no_model(source: Source) -> str:
+    """Why ``from_pretrained`` would make another model of these weights, silently but for a table; empty if it would
+    not."""
+    names = [*source.manifest.parameters, *source.manifest.excluded]
+    adapted = next((name for name in names if _ADAPTED.search(name)), None)
+    if adapted is not None:
+        return (
+            f"{source.folder} is of a model with PEFT's adapters ({adapted}), whose names from_pretrained does not "
+            "know. Load it into an engine and call export_pretrained(folder, merged=True), or load what PEFT has saved"
+        )
+    if source.manifest.excluded:
+        count, first = len(source.manifest.excluded), min(source.manifest.excluded)
+        return f"{source.folder} was saved without {count} frozen parameters ({first}), and is no whole model"
+    return ""
 
 
 def write_single(

@@ -60,10 +60,17 @@ class Source:
     def folder(self) -> Path:
         return self.manifest.folder
 
-    def check(self) -> None:
-        """Raise ``CheckpointError`` for the first thing that is missing, damaged or too short."""
+    def check(self, *, sums: bool = True) -> None:
+        """Raise ``CheckpointError`` for the first thing that is missing, damaged or too short.
+
+        Args:
+            sums: also read all files of which the manifest has checksums: what is written from a damaged checkpoint
+                gets checksums of its own, and nothing would tell the damage any more.
+        """
         self.manifest.check_files()
         self.manifest.check_tensors(self.files)
+        if sums:
+            self.manifest.check_sums()
         for check in self.checks:
             check()
 

@@ -295,7 +295,7 @@ def _weights(
 ) -> tuple[Path, list[str] | None]:
     """Weights into a folder, or into one file if ``output`` has the name of one; see ``_convert``."""
     from ds_hf.checkpoint.aside import weights_in
-    from ds_hf.checkpoint.pretrained import export_source, write_single
+    from ds_hf.checkpoint.pretrained import export_source, no_model, write_single
 
     single = output.suffix in (".safetensors", ".bin", ".pt", ".pth")
     there = (output if output.is_file() else None) if single else weights_in(output)
@@ -314,7 +314,7 @@ def _weights(
         raise
     except ValueError as error:  # of the size
         wrong_usage(f"--max-shard-size: {error}")
-    return output, copied
+    return output, None if no_model(source) else copied
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------

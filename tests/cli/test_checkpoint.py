@@ -9,6 +9,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def test_a_loops_checkpoint_is_read_by_from_pretrained(tmp_path: Path) -> None:
     with engine_of(config(3, "bf16"), model) as engine:
         engine.save_checkpoint(tmp_path / "saved")
         whole = {name: value.clone() for name, value in engine.named_weights()}
-    code, output = _run("convert", tmp_path / "saved", tmp_path / "model", "--to", "hf")
-    assert code == 0, output
+    for source, to in (("saved", "dcp"), ("dcp", "ds_hf"), ("ds_hf", "hf")):
+        code, output = _run("convert", tmp_path / source, tmp_path / to, "--to", to)
+        assert code == 0, output
+    (tmp_path / "hf").rename(tmp_path / "model")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(found) is LlamaForCausalLM
     assert found.config.rope_parameters["rope_theta"] == 1234.0
@@ -137,6 +140,78 @@ def test_verify(own: Path, deepspeed: Path, tmp_path: Path) -> None:
     assert (code, json.loads(text)["ok"]) == (1, False)
     assert "is missing" in json.loads(text)["faults"][0]
     assert _run("inspect", copy, "--tag", "nothing")[0] == 1
+
+
+@pytest.mark.parametrize("to", ["ds_hf", "deepspeed", "universal", "dcp", "hf", "x.safetensors"])
+def test_what_is_written_does_not_hide_damage(own: Path, tmp_path: Path, to: str) -> None:
+    """It would get checksums of its own, which fit."""
+    shutil.copytree(own, tmp_path / "own")
+    path = tmp_path / "own/global_step3/rank_00000.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+    command = ["consolidate", tmp_path / "own", tmp_path / to] if "." in to else [
+        "convert", tmp_path / "own", tmp_path / to, "--to", to
+    ]  # fmt: skip
+    code, text = _run(*command)
+    assert (code, "does not have the checksum" in text) == (1, True)
+    assert not [each for each in tmp_path.rglob("*") if each.is_file() and "own" not in each.parts]
+
+
+def test_a_universal_folder_is_of_one_save(own: Path, tmp_path: Path) -> None:
+    """DeepSpeed reads one file of the model at stages 1 and 2 and another at stage 3; we read the first."""
+    for name in ("a", "b"):
+        assert _run("convert", own, tmp_path / name, "--to", "universal")[0] == 0
+    file = "global_step3_universal/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    assert _run("verify", tmp_path / "a")[0] == 0
+    shutil.copy(tmp_path / "b" / file, tmp_path / "a" / file)
+    code, text = _run("verify", tmp_path / "a")
+    assert (code, "are of different saves" in text) == (1, True)
+
+
+def _with(own: Path, folder: Path, **entries: Any) -> Path:
+    """A copy whose manifest says more."""
+    shutil.copytree(own, folder)
+    path = folder / "global_step3/manifest.json"
+    content = {**json.loads(path.read_text()), **entries}
+    del content["checksum"]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def test_blocks_stay_blocks(own: Path, tmp_path: Path) -> None:
+    """Without what is said of them they would be loaded into blocks of another kind, or exported as numbers."""
+    blocks = {"blocks": {"embedding.weight": {"num_bits": 4}}}
+    source = _with(own, tmp_path / "own", **blocks)
+    for to, place in (("ds_hf", "again"), ("dcp", "dcp")):
+        assert _run("convert", source, tmp_path / place, "--to", to)[0] == 0
+        assert open_source(tmp_path / place).manifest.of_weights == blocks
+    for to in ("deepspeed", "universal", "hf"):
+        for saved in (source, tmp_path / "again", tmp_path / "dcp"):
+            code, text = _run("convert", saved, tmp_path / "out", "--to", to)
+            assert (code, "are blocks of 8 or 4 bits" in " ".join(text.split())) == (1, True)
+
+
+def test_no_config_is_put_beside_weights_of_no_model(
+    own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one ``from_pretrained`` makes a model of random weights of it, in which ours have no part."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    short = _with(own, tmp_path / "short", excluded=["left.out"])
+    with engine_of(config(2, "bf16"), torch.nn.Sequential(OrderedDict(base_model=Model()))) as engine:
+        engine.save_checkpoint(tmp_path / "adapted", tag="global_step3")
+    for source, said in ((short, "without 1 frozen parameters (left.out)"), (tmp_path / "adapted", "PEFT's adapters")):
+        command = ["convert", source, tmp_path / "out", "--to", "hf"]
+        code, text = _run(*command, "--model", tmp_path / "model")
+        assert (code, said in " ".join(text.split())) == (1, True)
+        assert not (tmp_path / "out").exists()
+        shutil.copy(tmp_path / "model/config.json", source)
+        code, text = _run(*command)
+        assert (code, "no config.json is written" in caplog.text, "--model" in text) == (0, True, False)
+        assert said in caplog.text
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+        shutil.rmtree(tmp_path / "out")
+        caplog.clear()
 
 
 @pytest.mark.parametrize(("to", "unsummed", "found"), [("hf", "it has", False), ("dcp", ".metadata has", True)])

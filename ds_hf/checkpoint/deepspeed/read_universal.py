@@ -86,6 +86,7 @@ class _Reader:
         states, common = self.states, self.states.common()
         options = load_pickled(self.folder / STATES / OPTIMIZER_STATE)
         states.check_save(options, f"{STATES}/{OPTIMIZER_STATE}")
+        self._check_other_level()
         stage3 = options.get("optimizer_state_dict")
         shapes = self._shapes()
         states.experts.check_universal(states.first)
@@ -113,6 +114,15 @@ class _Reader:
         buffers = states.rest(self.found, tied, common["extra_state"])
         stage = _stage(options, self.grid.models[0][0])
         return states.source(CheckpointKind.UNIVERSAL, self.found, stage, buffers, tied, common, self.files)
+
+    def _check_other_level(self) -> None:
+        """What ds_hf writes has the model's file twice, as DeepSpeed looks for it at stages 1 and 2, and at stage 3."""
+        if SAVE not in self.states.first:
+            return
+        others = {entry.name for entry in os.scandir(self.folder) if is_model_file(entry.name)} - {*self.grid.names}
+        for name in sorted(others):
+            self.states.check_save(load_pickled(self.folder / name), name)
+            self.files.append(name)
 
     def _shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Parameters that train; shapes where the model has no slices, so that flat tensors get theirs."""

@@ -127,9 +127,10 @@ def flats_of(source: Source, target: Target) -> list[_Flat]:
     """Which parameters lie in which flat tensor.
 
     Raises:
-        CheckpointError: the source has no optimizer states.
+        CheckpointError: the source has no optimizer states, or blocks of few bits, of which DeepSpeed knows nothing.
     """
     manifest = source.manifest
+    manifest.refuse_blocks(manifest.parameters)
     groups = manifest.extra.get("groups")
     if not groups or not isinstance(source.common.get("param_groups"), list):
         raise CheckpointError(f"{source.folder} holds no optimizer states, which DeepSpeed's files need")
