@@ -171,12 +171,18 @@ def wrap_accelerator(module: ModuleType) -> None:
 
         return wait_first
 
-    def with_known_plugin(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:
+    def with_known_plugin(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> None:
         """A second Trainer of the same TrainingArguments gives the plugin that is there already, which is no other."""
         given = kwargs.get("deepspeed_plugin")
         if given is module.AcceleratorState._shared_state.get("deepspeed_plugins"):
             kwargs = {**kwargs, "deepspeed_plugin": None}
-        return wrapped(*args, **kwargs)
+        asked = given is not None or _deepspeed_processes()
+        wrapped(*args, **kwargs)
+        if asked and kwargs.get("cpu") and accelerator.distributed_type != module.DistributedType.DEEPSPEED:
+            warn_once(
+                "accelerate leaves DeepSpeed out where Accelerator is given cpu=True: nothing of the DeepSpeed file is "
+                "used, and models train without an engine. Leave cpu=True out: without a GPU ds_hf trains on the CPU"
+            )
 
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         _share_layers(accelerator)

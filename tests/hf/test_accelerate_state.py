@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
 from ds_hf.hf.source import checked_config
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 GIVEN = {
     "SGD": {"momentum": 0.9},
@@ -50,6 +52,19 @@ def test_every_process_knows_the_others() -> None:
 def test_the_backend_is_only_named_for_deepspeed_under_a_launcher() -> None:
     assert run_distributed(state, 1, False, True, backend=None) == [(None, 1, 0)]
     assert run_distributed(state, 1, True, False, backend=None) == [(None, 1, 0)]
+
+
+def on_the_cpu() -> str:
+    said = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(said)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    return f"{accelerator.distributed_type.value} {' '.join(said.texts)}"
+
+
+def test_it_is_told_where_accelerate_leaves_deepspeed_out() -> None:
+    (found,) = run_distributed(on_the_cpu, 1, backend=None)
+    assert "DEEPSPEED" not in found
+    assert "leaves DeepSpeed out where Accelerator is given cpu=True" in found
 
 
 def loop() -> list[str]:
