@@ -53,6 +53,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "training_step": _fail_together,
         "_load_best_model": _load_weights_alone,
         "_load_optimizer_and_scheduler": compare_with_engine,
+        "_maybe_log_save_evaluate": _evaluate_what_is_saved,
         "_save_checkpoint": _prune_later,
         "_push_from_checkpoint": _push_when_written,
         "_get_train_sampler": sample_by_metrics,
@@ -162,6 +163,8 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     """The Trainer prunes when saving returns, before the checkpoint is on disk: here before the next one instead."""
     if being_measured():
         return None
+    if not trainer.args.save_only_model:
+        _make_what_waits(trainer)
     engine = _writing_engine(trainer)
     if engine is None:
         return wrapped(*args, **kwargs)
@@ -172,14 +175,27 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
 
 def _finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Training ends: before what follows the last checkpoint is on disk, and what ZenFlow has put off is made."""
-    trained = engine_of(trainer)
-    optimizer = None if trained is None or trained.destroyed else trained.optimizer
-    if trained is not None and optimizer is not None and trained.settings.zero_optimization.zenflow is not None:
-        optimizer.settle(last=True)
+    _make_what_waits(trainer)
     engine = _writing_engine(trainer)
     if engine is not None:
         _prune_when_written(engine, trainer, args[0] if args else kwargs["trial"])
     return wrapped(*args, **kwargs)
+
+
+def _evaluate_what_is_saved(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The Trainer evaluates before it saves, and a checkpoint makes what ZenFlow has put off: the best checkpoint would
+    have another loss than the one it was chosen by."""
+    if trainer.control.should_save and not trainer.args.save_only_model and not being_measured():
+        _make_what_waits(trainer)
+    return wrapped(*args, **kwargs)
+
+
+def _make_what_waits(trainer: Any) -> None:
+    """Updates that ZenFlow has put off, so that the Trainer's weights and the engine's checkpoint are the same."""
+    engine = engine_of(trainer)
+    optimizer = None if engine is None or engine.destroyed else engine.optimizer
+    if engine is not None and optimizer is not None and engine.settings.zero_optimization.zenflow is not None:
+        optimizer.settle(last=True)
 
 
 def _prune_when_written(engine: Engine, trainer: Any, trial: Any) -> None:

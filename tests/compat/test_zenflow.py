@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
+from ds_hf.checkpoint.formats import open_source
 from tests.compat.common import largest_difference, run_user_code
 from tests.compat.trainer_code import config, history, make_trainer
 
@@ -36,6 +39,33 @@ def trained(folder: Path, stage: int, section: dict[str, Any] | None, resume: bo
     store = trainer.deepspeed.optimizer.store
     assert not section or not (store._running or any(waiting.steps for waiting in store._put_off.values()))
     return history(trainer)
+
+
+def best(folder: Path) -> tuple[float, float, float]:
+    """Losses that the best checkpoint was chosen by and that it has; how far its weights are from its masters."""
+    trainer = make_trainer(
+        folder,
+        file_of(2, SECTION),
+        max_steps=4,  # within an interval
+        save_strategy="steps",
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=4,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    source, weights = open_source(folder / "checkpoint-4"), load_file(folder / "checkpoint-4/model.safetensors")
+    apart = max(
+        float((weight.read().view(weight.shape) - weights[weight.name]).abs().max()) for weight in source.weights()
+    )
+    return trainer.state.best_metric, trainer.evaluate()["eval_loss"], apart
+
+
+def test_a_checkpoint_is_one_model(tmp_path: Path) -> None:
+    """What waits is made before the Trainer evaluates and writes weights, not between these and the engine's files."""
+    for chosen_by, loaded, apart in run_user_code(best, tmp_path, world_size=2):
+        assert abs(loaded - chosen_by) < 1e-6
+        assert apart == 0
 
 
 def trained_each(folder: Path) -> list[Any]:
