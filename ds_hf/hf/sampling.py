@@ -31,12 +31,7 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
     from ds_hf.data.sampler import ClusterDraws, EpochSampler
 
     dataset = _dataset(trainer, args, kwargs)
-    if not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"metrics choose among samples by their numbers, and {type(dataset).__name__} has none: give a data set "
-            "with a length, or disable curriculum_learning",
-            "/data_efficiency/data_sampling/curriculum_learning",
-        )
+    _require_numbers(dataset)
     for name, metric in section["data_sampling"]["curriculum_learning"]["curriculum_metrics"].items():
         if metric.get("schedule_type") == "custom":
             raise ConfigError(
@@ -49,6 +44,15 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
             f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} has no effect: metrics choose samples"
         )
     return EpochSampler(ClusterDraws(section, len(dataset), trainer.get_total_train_batch_size(trainer.args)))
+
+
+def _require_numbers(dataset: Any) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"metrics choose among samples by their numbers, and {type(dataset).__name__} has none: give a data set "
+            "with a length, or disable curriculum_learning",
+            "/data_efficiency/data_sampling/curriculum_learning",
+        )
 
 
 def _dealt_by_samples(trainer: Any, sampler: Any) -> Any:
@@ -93,9 +97,12 @@ def check_batches(trainer: Any, loader: Any) -> None:
     """Before the first step.
 
     Raises:
-        ConfigError: batches were to have a budget of tokens, and have not.
+        ConfigError: batches were to have a budget of tokens, and have not; or metrics were to choose samples, and the
+            data set is a stream, of which transformers asks for no sampler.
     """
     settings = _settings(trainer)
+    if settings is not None and settings.data_efficiency.samples_by_metrics:
+        _require_numbers(trainer.train_dataset)
     if settings is not None and settings.data_efficiency.batches_by_tokens:
         from ds_hf.hf.token_batches import check_trainer
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from ds_hf.config.load import load_config
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
 
 __all__ = [
     "TokenBatches", "TokenSampler", "batches_in", "check_trainer", "follow_batches", "follow_schedule", "sampler_of",
@@ -185,15 +186,23 @@ def batches_in(loader: Any) -> TokenBatches | None:
 
 def with_batches(accelerator: Any, loader: Any) -> Any:
     """``loader``, which is about to be prepared: with batches of a budget if it is one for training, which shuffles.
+    One of samples that metrics should have chosen is told.
 
     Raises:
         ConfigError: accelerate would put batches together or take them apart, or lengths are not known.
     """
     sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, (TokenSampler, RandomSampler)) or getattr(loader, "_is_accelerate_prepared", False):
+    streamed = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    own = isinstance(sampler, (TokenSampler, RandomSampler))
+    if not (own or streamed) or getattr(loader, "_is_accelerate_prepared", False):
         return loader
     settings = _settings(accelerator)
-    if settings is None or not settings.data_efficiency.batches_by_tokens:
+    if settings is not None and settings.data_efficiency.samples_by_metrics:
+        warn_once(
+            f"metrics choose no samples of a DataLoader of {type(loader.dataset).__name__}: if it is for training, "
+            "give it batch_sampler=DeepSpeedDataSampler(...), or take the loader of engine.deepspeed_io(dataset)"
+        )
+    if not own or settings is None or not settings.data_efficiency.batches_by_tokens:
         return loader
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator, name, None):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch.utils.data import DataLoader
 
 from ds_hf.errors import ConfigError
 from tests.compat.common import run_user_code
-from tests.compat.trainer_code import assert_equal_histories, config, fit, histories
+from tests.compat.trainer_code import assert_equal_histories, config, fit, histories, start_afresh
+from tests.helpers.logs import Lines
 
 
 class Uneven(torch.utils.data.Dataset[Any]):
@@ -38,6 +44,45 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 GIVEN = {"train_dataset": Uneven(), "data_collator": pad}
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(Uneven().__getitem__, range(40))
+
+
+class Further(Stream):
+    """What is told once has its name."""
+
+
+def without_numbers(folder: str) -> tuple[str, list[list[str]]]:
+    numpy.save(f"{folder}/metric.npy", numpy.arange(40))
+    schedule = {"min_difficulty": 10, "max_difficulty": 40, "schedule_type": "fixed_linear"}
+    steps = {"schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2}}
+    metric = {"index_to_metric_path": f"{folder}/metric.npy", "difficulty_type": "value", **schedule, **steps}
+    learning = {"enabled": True, "curriculum_metrics": {"rank": {**metric, "clustering_type": "schedule_based"}}}
+    sampling = {"data_sampling": {"enabled": True, "curriculum_learning": learning}}
+    file = config(0, data_efficiency={"enabled": True, **sampling})
+    with pytest.raises(ConfigError) as caught:
+        fit(folder, file, trainer_arguments={**GIVEN, "train_dataset": Stream()})
+    start_afresh()
+    logging.getLogger("ds_hf").addHandler(lines := Lines(logging.WARNING))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**file, "train_batch_size": 2}))
+    told = []
+    for data in (DataLoader(Uneven()), DataLoader(Uneven(), shuffle=True), DataLoader(Further())):
+        lines.texts.clear()
+        accelerator.prepare_data_loader(data)
+        told.append([text for text in lines.texts if "metrics choose no samples" in text])
+    return str(caught.value), told
+
+
+def test_samples_that_metrics_cannot_choose_are_told(tmp_path: Path) -> None:
+    (found,) = run_user_code(without_numbers, str(tmp_path), world_size=1)
+    refused, (evaluated, shuffled, streamed) = found
+    assert "metrics choose among samples by their numbers, and Stream has none" in refused
+    assert evaluated == []
+    assert "DataLoader of Uneven" in shuffled[0]
+    assert "DataLoader of Further" in streamed[0]
 
 
 BY_COST = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, "trainer_arguments": GIVEN}
