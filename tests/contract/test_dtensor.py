@@ -30,7 +30,7 @@ from tests.contract.test_parity import ADAMW, CLIP, batches, model
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 
-DATA, TENSOR, STEPS = 2, 2, 3
+DATA, TENSOR, STEPS = 2, 2, 2
 PLAN = {"blocks.*.up": ColwiseParallel, "blocks.*.down": RowwiseParallel}
 
 

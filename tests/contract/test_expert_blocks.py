@@ -26,7 +26,7 @@ from tests.contract.test_expert_parallel import config, farthest, run
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, section
 
-STEPS = 3
+STEPS = 2
 NEAR = 1e-9  # of fp64
 FOUR = {"weight_quantization": {"post_init_quant": {"experts": {"num_bits": 4}}}}
 

@@ -36,7 +36,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, reference_run, section
 from tests.helpers.logs import Lines
 
-STEPS = 3
+STEPS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = {**ADAMW, "eps": 1e-5}  # gradients of rows that no token has used are rounding, and AdamW divides by them
 
