@@ -31,7 +31,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 # Processes that are woken up don't interrupt the one that woke them: on two busy cores, it mostly held a lock that they
-# want. All that tests start inherits it; a fifth as many switches, a fifteenth less time.
+# want. All that tests start inherits it: ranks of a small model had a fifth as many switches, a fifteenth less time.
 with contextlib.suppress(AttributeError, OSError):  # Linux alone has it
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Unbuffered, a line of one rank is several writes, and lines of ranks that share a pipe mix.
@@ -52,7 +52,7 @@ with contextlib.suppress(ModuleNotFoundError):  # the machines with GPUs lack it
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("slices")
     group.addoption("--slice", metavar="N/OF", help="of the chosen tests this part, for example 3/7")
-    group.addoption("--minutes", type=float, default=13.0, help="after which a slice begins no further test")
+    group.addoption("--minutes", type=float, default=12.0, help="after which a slice begins no further test")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""A slice of the tests, and no more of them than fit into a time: ``--slice 3/7 --minutes 13``.
+"""A slice of the tests, and no more of them than fit into a time: ``--slice 3/7 --minutes 12``.
 
 A slice is a function of the names of tests alone, so that seven of them are all tests. What is left of a slice when its
 time is over is skipped and told in one line, and is no failure. The order begins a quarter further on each week, so
