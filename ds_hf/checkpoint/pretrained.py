@@ -298,7 +298,7 @@ def no_model(source: Source) -> str:
         )
     if source.manifest.excluded:
         count, first = len(source.manifest.excluded), min(source.manifest.excluded)
-        return f"{source.folder} was saved without {count} frozen parameters ({first}), and is no whole model"
+        return f"{source.folder} was saved without {count} frozen parameters ({first}), so it is not the whole model"
     return ""
 
 

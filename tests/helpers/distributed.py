@@ -85,7 +85,7 @@ class RankSpec:
 
 
 def free_port() -> int:
-    """A TCP port that is free on the loopback address now, of those that the system gives nobody who asks for any."""
+    """A TCP port that is free on the loopback address now, and that the system does not hand out for port 0."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:  # no Linux

@@ -30,7 +30,7 @@ def take(place: dict[str, Any]) -> None:
     vars(server).update(place)
     # Each fork is given one end of what keeps its server alive; for this one the process with the workers does that.
     server._forkserver_alive_fd = os.pipe()[1]
-    server.ensure_running = lambda: None  # it is no child of this process, which cannot ask whether it lives
+    server.ensure_running = lambda: None  # not a child of this process, so it cannot be asked whether it lives
 
 
 def _server() -> Any:
