@@ -269,7 +269,7 @@ class CollectiveLog:
                 with around:
                     wait()
             except RuntimeError as error:
-                self._failed(error)
+                self.failed(error)
                 raise
             self.inside = False
 
@@ -297,9 +297,14 @@ class CollectiveLog:
                 stop()
         self.inside = False
         if isinstance(error, RuntimeError):
-            self._failed(error)
+            self.failed(error)
 
-    def _failed(self, error: RuntimeError) -> None:
+    def failed(self, error: RuntimeError) -> None:
+        """What was noted raised ``error``.
+
+        Raises:
+            DivergenceError: from ``error``, unless all ranks are equally far.
+        """
         self.inside = False
         self._stop = None
         if self.watch is not None:

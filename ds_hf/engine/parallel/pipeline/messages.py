@@ -180,7 +180,11 @@ class Link:
     def _start(self, call: Any, tensor: Tensor, *, flags: bool = False) -> Any:
         self.log("send" if call is dist.isend else "receive", self.what, tensor)
         group, tag = (self.group.flags, _FLAG) if flags else (self.group.data, _DATA)
-        return call(tensor, self.peer, group=group, tag=tag)
+        try:
+            return call(tensor, self.peer, group=group, tag=tag)
+        except RuntimeError as error:  # gloo, where the connection is closed by now
+            self.log.failed(error)
+            raise
 
 
 @dataclass

@@ -35,7 +35,7 @@ def both_ends(how: str, folder: Path) -> list[tuple[int, str]]:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     outputs = [folder / f"stage{rank}" for rank in range(2)]
-    start: Any = ForkedProgram if how == "kill" else subprocess.Popen  # others end by themselves
+    start: Any = ForkedProgram if how.startswith("kill") else subprocess.Popen  # others end by themselves
     stages = []
     for rank, output in enumerate(outputs):
         with output.open("w") as said:
@@ -49,7 +49,9 @@ def both_ends(how: str, folder: Path) -> list[tuple[int, str]]:
             stage.wait()
 
 
-@pytest.mark.parametrize("how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "hang"))])
+@pytest.mark.parametrize(
+    "how", ["kill", "kill early", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "hang"))]
+)
 def test_a_stage_that_fails_ends_the_other_one(how: str, tmp_path: Path) -> None:
     (code, output), (other_code, other_output) = both_ends(how, tmp_path)
     assert code != 0
