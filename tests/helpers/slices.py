@@ -1,8 +1,8 @@
 """A slice of the tests, and no more of them than fit into a time: ``--slice 3/7 --minutes 12``.
 
 A slice is a function of the names of tests alone, so that seven of them are all tests. What is left of a slice when its
-time is over is skipped and told in one line, and is no failure. The order begins a quarter further on each week, so
-what was left comes in the weeks after.
+time is over is skipped and told in one line, and is no failure. The order begins a quarter further on every six hours
+and each week: what was left comes later in the day, or, with one run a day, in the weeks after.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from datetime import date
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 from zlib import crc32
 
 import pytest
 
-__all__ = ["Slice", "parse", "rotated", "this_week"]
+__all__ = ["Slice", "parse", "rotated", "turn_of"]
 
-PARTS = 4  # weeks in which the order comes round
-_WEEK, _END = "DS_HF_SLICE_WEEK", "DS_HF_SLICE_END"  # the same for all workers of a run, at midnight too
-_LEFT = "left for another week: the time of this slice is over"
+PARTS = 4  # beginnings of the order, one for each quarter of a day
+_TURN, _END = "DS_HF_SLICE_TURN", "DS_HF_SLICE_END"  # the same for all workers of a run, at midnight too
+_LEFT = "left for another time: that of this slice is over"
 T = TypeVar("T")
 
 
@@ -36,14 +36,14 @@ def parse(text: str) -> tuple[int, int]:
     return int(number) - 1, int(count)
 
 
-def this_week(day: date) -> int:
-    """The number of its ISO week, which goes on over New Year."""
-    return (day.toordinal() - 1) // 7
+def turn_of(now: datetime) -> int:
+    """Quarters of the day that have passed, and ISO weeks, which go on over New Year."""
+    return now.hour * PARTS // 24 + (now.toordinal() - 1) // 7
 
 
-def rotated(items: Sequence[T], week: int) -> list[T]:
-    """In the order of ``week``: any four weeks begin at the four quarters."""
-    start = -(-len(items) // PARTS) * (week % PARTS)
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """In the order of ``turn``: any four that follow each other begin at the four quarters."""
+    start = -(-len(items) // PARTS) * (turn % PARTS)
     return [*items[start:], *items[:start]]
 
 
@@ -53,7 +53,7 @@ class Slice:
     def __init__(self, text: str, minutes: float) -> None:
         self.text, self.minutes = text, minutes
         self.number, self.count = parse(text)
-        self.week = int(os.environ.setdefault(_WEEK, str(this_week(date.today()))))
+        self.turn = int(os.environ.setdefault(_TURN, str(turn_of(datetime.now(timezone.utc)))))
         self.end = float(os.environ.setdefault(_END, str(time.time() + 60 * minutes)))
         self.left = 0
 
@@ -62,7 +62,7 @@ class Slice:
         mine = [item for item in items if crc32(item.nodeid.encode()) % self.count == self.number]
         chosen = set(map(id, mine))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-        items[:] = rotated(mine, self.week)
+        items[:] = rotated(mine, self.turn)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:

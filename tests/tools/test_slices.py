@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import os
-from datetime import date
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.interpreter import python
-from tests.helpers.slices import parse, rotated, this_week
+from tests.helpers.slices import parse, rotated, turn_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def _run(*args: str) -> str:
     """What pytest says of the tests of this file that are below, asked for with ``args``."""
-    tests = f"{__file__}::test_weeks_and_quarters"
+    tests = f"{__file__}::test_days_and_weeks"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = python("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, *args, cwd=ROOT, env=environment)
     return f"{ran.returncode} {ran.stdout} {ran.stderr}"
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_weeks_and_quarters(number: int) -> None:
-    week = this_week(date(2026, 12, 28)) + number
-    assert this_week(date(2027, 1, 3)) + 1 == this_week(date(2027, 1, 4)), "a year ends within a week"
-    first = [rotated(range(10), each)[:3] for each in range(week, week + 4)]
-    assert {test for part in first for test in part} == set(range(10)), "four weeks begin everywhere"
-    assert sorted(rotated(range(10), week)) == list(range(10))
+def test_days_and_weeks(number: int) -> None:
+    day = datetime(2026, 12, 28 - number, 1)
+    through_a_day = [turn_of(day + timedelta(hours=hours)) for hours in (0, 6, 12, 18)]
+    through_weeks = [turn_of(day + timedelta(weeks=weeks)) for weeks in range(4)]
+    for turns in (through_a_day, through_weeks):
+        assert turns == list(range(turns[0], turns[0] + 4))
+        first = [rotated(range(10), turn)[:3] for turn in turns]
+        assert {test for part in first for test in part} == set(range(10)), "four turns begin everywhere"
+    assert turn_of(datetime(2027, 1, 3, 23)) - 3 + 1 == turn_of(datetime(2027, 1, 4)), "a year ends within a week"
+    assert sorted(rotated(range(10), number)) == list(range(10))
 
 
 def test_a_slice_and_its_time() -> None:
