@@ -90,6 +90,18 @@ def test_what_was_taken_out_of_the_model_is_not_saved(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_what_has_another_name_beside_its_own_by_now_keeps_it(stage: int, tmp_path: Path) -> None:
+    with engine_of(config(stage), torch.nn.Sequential(torch.nn.Linear(4, 4))) as engine:
+        engine.module.register_parameter("alias", engine.module[0].weight)  # the first name that torch gives
+        engine.save_16bit_model(tmp_path)
+        engine.export_pretrained(tmp_path / "export")
+    assert set(load_file(tmp_path / "export" / "model.safetensors")) == {"0.weight", "0.bias"}
+    content = torch.load(tmp_path / "pytorch_model.bin")
+    assert content.keys() == {"0.weight", "0.bias", "alias"}
+    assert torch.equal(content["alias"], content["0.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_called_otherwise_by_now_is_saved(stage: int, tmp_path: Path) -> None:
     """As by get_peft_model around the module of an engine."""
     with engine_of(config(stage), torch.nn.Sequential(torch.nn.Linear(4, 4))) as engine:
