@@ -7,6 +7,8 @@ as long with its own section, is cleaned or converted, saved, and loaded by plai
 files that were held out and the time of a forward, in turns with the first row's model (*x time*, below 1 is faster).
 *bytes* is what lies on the disk. *rounded* rows train without a section and are rounded when they are written, *qat*
 rows train with ``ds_hf.qat`` for the same files; *torchao's qat* trains in plain torch with torchao's ``QATConfig``.
+*llm-compressor's* rows round the first row's model, without data or by GPTQ with sequences of the training text, with
+``--llm-compressor PYTHON``: an interpreter that has it, since it wants an older transformers.
 """
 
 from __future__ import annotations
@@ -162,9 +164,18 @@ def ratio(first: Any, model: Any, turns: int = 9) -> float:
     return statistics.median(found[1:])
 
 
-def converted(source: Path, target: Path, count: int) -> None:
+def converted(source: Path, target: Path, count: int, size: int) -> None:
     command = [sys.executable, "-m", "ds_hf", "checkpoint", "convert", str(source), str(target), "--to", "hf"]
-    subprocess.run([*command, "--bits", str(count), "--group-size", "32"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, "--bits", str(count), "--group-size", str(size)], check=True, stdout=subprocess.DEVNULL)
+
+
+def by_llm_compressor(python: Path, source: Path, target: Path, bits: int, size: int, how: str) -> None:
+    script = Path(__file__).with_name("compression_peer.py")
+    apart = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": ""}
+    command = [str(python), str(script), str(source), str(target), str(bits), str(size), how]
+    done = subprocess.run(command, env=apart, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def by_torchao(model: nn.Module, text: Tensor, first: int, steps: int, lr: float) -> nn.Module:
@@ -196,6 +207,7 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=150, help="of each row, from the base")
     parser.add_argument("--lr", type=float, default=3e-3, help="of the base; rows have a third of it")
+    parser.add_argument("--llm-compressor", type=Path, metavar="PYTHON", help="an interpreter that has it")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -215,7 +227,7 @@ def main() -> None:
             row["x time"] = round(ratio(first or model, model), 3)
             records.append(row)
             megabytes = row["bytes"] / 1e6
-            print(f"{what:<34} {megabytes:6.2f} MB  loss {row['loss']:.4f}  time x {row['x time']:.2f}", flush=True)
+            print(f"{what:<50} {megabytes:6.2f} MB  loss {row['loss']:.4f}  time x {row['x time']:.2f}", flush=True)
             if args.json:
                 machine = f"CPU, {os.cpu_count()} cores, torch {torch.__version__}"
                 about = {"machine": machine, "arguments": sys.argv[1:]}
@@ -228,16 +240,21 @@ def main() -> None:
         engine.module.save_pretrained(root / "plain")
         add("trained on, no section", root / "plain")
         first = loaded(root / "plain")
-        for count in (8, 4):
-            converted(root / "plain", root / f"rounded{count}", count)
-            add(f"rounded, {count} bits", root / f"rounded{count}")
-            engine = trained(copy.deepcopy(base), train, *rest, ds_hf={"qat": {"weights": count, "group_size": 32}})
+        torch.save(torch.cat([batch(train, 10**5 + n) for n in range(16)]), root / "plain" / "calibration.pt")
+        for count, size in ((8, 32), (4, 32), (4, 128)):
+            kind, sized = f"{count} bits in groups of {size}", {"weights": count, "group_size": size}
+            converted(root / "plain", root / f"rounded {kind}", count, size)
+            add(f"rounded, {kind}", root / f"rounded {kind}")
+            engine = trained(copy.deepcopy(base), train, *rest, ds_hf={"qat": sized})
             engine.destroy()
-            engine.module.save_pretrained(root / f"whole{count}")
-            converted(root / f"whole{count}", root / f"qat{count}", count)
-            add(f"qat, {count} bits", root / f"qat{count}")
+            engine.module.save_pretrained(root / f"whole {kind}")
+            converted(root / f"whole {kind}", root / f"qat {kind}", count, size)
+            add(f"qat, {kind}", root / f"qat {kind}")
+            for how, word in (("rtn", "rounded"), ("gptq", "GPTQ")) if args.llm_compressor else ():
+                by_llm_compressor(args.llm_compressor, root / "plain", root / f"{how} {kind}", count, size, how)
+                add(f"llm-compressor, {word}, {kind}", root / f"{how} {kind}")
         model = by_torchao(copy.deepcopy(base), train, *rest)
-        records.append({"name": "torchao's qat, 4 bits, in plain torch", "loss": round(loss_of(model, held_out), 4)})
+        records.append({"name": "torchao's qat, 4 bits in groups of 32", "loss": round(loss_of(model, held_out), 4)})
         print(records[-1], flush=True)
         for what, section in rows(args.steps).items():
             if args.only in what:
