@@ -15,7 +15,7 @@ _WEIGHTS = ("expert_w1", "expert_w2", "expert_w3")
 def check_experts(config: Config, draft: Draft) -> None:
     """Collect them; of a section that is off, too, for it is to be switched on one day."""
     section = config.expert_parallel
-    if any(draft.faulty(f"{_BASE}/{key}") for key in draft.tree.get("expert_parallel") or ()):
+    if draft.faulty(_BASE):
         return
     for key in (*_CHILDREN, *_WEIGHTS, "num_experts_attr", "top_k_attr"):
         name = getattr(section, key)

@@ -60,11 +60,15 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def test_nothing_at_every_key() -> None:
+@pytest.mark.parametrize("value", [None, True, 2, -0.5, "x", [1], {"x": 1}], ids=repr)
+def test_a_value_of_each_type_at_every_key(value: Any) -> None:
     for path in PATHS:
         tree: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
-        put(tree, path, None)
-        attempt(tree, world_size=2)
+        put(tree, path, value)
+        try:
+            attempt(tree, world_size=2)
+        except Exception as error:
+            raise AssertionError(path) from error
 
 
 CHANGES = st.lists(st.tuples(st.sampled_from(PATHS), ANY), min_size=1, max_size=4)
