@@ -372,6 +372,13 @@ def _report(manifest: Manifest, missing: list[str], unexpected: list[str], stric
         raise CheckpointError(
             f"{manifest.folder} does not fit the model; {'; '.join(parts)} (load_module_strict=False loads the rest)"
         )
+    if missing and manifest.parameters and manifest.parameters.keys() <= set(unexpected):
+        # The Trainer asks for no strictness where there are adapters, and would go on with a step count and no weights.
+        raise CheckpointError(
+            f"{manifest.folder} is of another model, of which nothing is in this one; {'; '.join(parts)}. A run with "
+            "adapters does not go on from one without, nor the other way: write the weights for from_pretrained() "
+            "(ds-hf checkpoint convert --to hf, or merge_and_unload() of adapters) and begin a new run with them"
+        )
     if parts and rank == 0:
         logger.warning("%s: %s", manifest.folder, "; ".join(parts))
 

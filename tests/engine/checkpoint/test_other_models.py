@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,15 @@ def test_a_layer_more_or_less(tmp_path: Path, layers: int, missing: str) -> None
         assert after[key].abs().max() == 0, "a layer that is new has no moments"
     assert all(torch.equal(before[key], after[key]) for key in after if key.startswith("blocks.2") and "/" not in key)
     assert len(losses) == 2
+
+
+def test_a_model_that_shares_no_name_is_refused_without_strictness_too(tmp_path: Path) -> None:
+    """As that of a whole training under PEFT's names, which the Trainer loads so."""
+    on_ranks(1, save, Model, config(2), tmp_path)
+    given = partial(load, load_module_strict=False)
+    message, _, _ = on_ranks(1, given, lambda: nn.Sequential(OrderedDict(base=Model())), config(2), tmp_path)
+    assert "is of another model, of which nothing is in this one; missing in the checkpoint: base." in message
+    assert "not in the model: " in message
 
 
 @pytest.mark.parametrize("strict", [True, False])
