@@ -8,7 +8,7 @@ draws again what was drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -248,6 +248,7 @@ class DeepSpeedDataSampler:
         self.total_samples: int = one_epoch_total_samples * epochs
         self.batch: list[int] = []
         self.consumed_samples = 0
+        self.drawn: list[tuple[int, int]] = []  # see ``go_to``
 
     def __len__(self) -> int:
         return self.total_samples
@@ -270,16 +271,25 @@ class DeepSpeedDataSampler:
             if name in schedule_func_dict:
                 scheduler.set_custom_get_difficulty(schedule_func_dict[name])
 
-    def go_to(self, samples: int, global_batch: int | None = None) -> None:
-        """Stand after ``samples`` samples of all processes, drawn in batches of ``global_batch``."""
+    def give_all(self) -> None:
+        """Micro-batches of all processes in turn, for accelerate, which deals out what it is given to prepare."""
+        self.rank, self.processes = 0, 1
+
+    def go_to(self, samples: int, drawn: Sequence[tuple[int, int]] = ()) -> None:
+        """Stand after ``samples`` samples of all processes.
+
+        Args:
+            drawn: which of them came in batches of another size: all up to a number, in batches of a size.
+        """
         self.draws.restart()
-        self.draws.batch = global_batch or self.global_batch_size
-        self.batch, self.consumed_samples, left = [], samples, samples
-        while left > 0:
-            self.batch = next(self.draws)
-            taken = min(left, len(self.batch))
-            self.batch, left = self.batch[taken:], left - taken
-        self.draws.batch = self.global_batch_size
+        self.batch, self.consumed_samples, self.drawn = [], samples, list(drawn)
+        reached = 0
+        for end, size in [*drawn, (samples, self.global_batch_size)]:
+            self.draws.batch = size
+            while (left := min(end, samples) - reached) > 0:
+                self.batch = self.batch or next(self.draws)
+                taken = min(left, len(self.batch))
+                self.batch, reached = self.batch[taken:], reached + taken
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, and the difficulties there (which ``set_data_post_process_func`` functions ask for)."""
@@ -288,12 +298,24 @@ class DeepSpeedDataSampler:
             "consumed_samples": self.consumed_samples,
             "curriculum_step": self.draws.step,
             "current_difficulties": dict(self.draws.difficulties),
-            "global_batch": self.global_batch_size,
+            **self.sizes(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there, by drawing again what was drawn."""
-        self.go_to(state_dict["consumed_samples"], state_dict.get("global_batch"))
+        samples = state_dict["consumed_samples"]
+        self.go_to(samples, self.drawn_before(state_dict, samples))
+
+    def sizes(self) -> dict[str, Any]:
+        """For a state: samples of a batch, and of batches of other sizes that a run had before it went on."""
+        changed = {"drawn": [list(each) for each in self.drawn]} if self.drawn else {}
+        return {"global_batch": self.global_batch_size, **changed}
+
+    def drawn_before(self, state: Mapping[str, Any], samples: int) -> list[tuple[int, int]]:
+        """What ``go_to`` is to know of a state with ``sizes()``, which was taken after ``samples`` samples."""
+        drawn = [(int(end), int(size)) for end, size in state.get("drawn", ())]
+        size = state.get("global_batch", self.global_batch_size)
+        return drawn if size == self.global_batch_size else [*drawn, (samples, size)]
 
 
 class EpochSampler(Sampler[int]):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from ds_hf.config.load import load_config
 from ds_hf.config.types import Config
+from ds_hf.data.sampler import DeepSpeedDataSampler
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
@@ -186,11 +187,16 @@ def batches_in(loader: Any) -> TokenBatches | None:
 
 def with_batches(accelerator: Any, loader: Any) -> Any:
     """``loader``, which is about to be prepared: with batches of a budget if it is one for training, which shuffles.
-    One of samples that metrics should have chosen is told.
+    One of samples that metrics should have chosen is told; one whose metrics have chosen them gives all processes' to
+    accelerate, which deals them out.
 
     Raises:
         ConfigError: accelerate would put batches together or take them apart, or lengths are not known.
     """
+    chosen = getattr(loader, "batch_sampler", None)
+    if isinstance(chosen, DeepSpeedDataSampler):
+        chosen.give_all()
+        return loader
     sampler = getattr(loader, "sampler", None)
     streamed = isinstance(getattr(loader, "dataset", None), IterableDataset)
     own = isinstance(sampler, (TokenSampler, RandomSampler))

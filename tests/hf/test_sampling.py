@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
+from ds_hf.data.sampler import DeepSpeedDataSampler
 from ds_hf.errors import ConfigError
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import assert_equal_histories, config, fit, histories, start_afresh
@@ -83,6 +84,34 @@ def test_samples_that_metrics_cannot_choose_are_told(tmp_path: Path) -> None:
     assert evaluated == []
     assert "DataLoader of Uneven" in shuffled[0]
     assert "DataLoader of Further" in streamed[0]
+
+
+def chosen_samples(folder: str) -> list[list[list[int]]]:
+    """Micro-batches of this process: of a loader that is not prepared, and of one that is."""
+    metric = {"index_to_metric_path": f"{folder}/metric.npy", "min_difficulty": 10, "max_difficulty": 39}
+    schedule = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 1}}
+    learning = {"enabled": True, "curriculum_metrics": {"rank": {**metric, **schedule}}}
+    file = config(
+        0, data_efficiency={"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": learning}}
+    )
+    start_afresh()
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**file, "train_batch_size": 8}))
+    found = []
+    for prepares in (False, True):
+        place = accelerator.process_index, accelerator.num_processes
+        sampler = DeepSpeedDataSampler(file["data_efficiency"], 40, 2, *place, gradient_accumulation_steps=2)
+        loader: Any = DataLoader(range(40), batch_sampler=sampler)  # type: ignore[arg-type]
+        if prepares:
+            loader = accelerator.prepare_data_loader(loader)
+        found.append([batch.tolist() for _, batch in zip(range(8), loader, strict=False)])
+    return found
+
+
+def test_accelerate_deals_chosen_samples_out_once(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "metric.npy", numpy.arange(40))
+    for plain, prepared in run_user_code(chosen_samples, str(tmp_path), world_size=2):
+        assert prepared == plain
+        assert max(max(batch) for batch in plain[:2]) <= 17  # the first step's difficulty
 
 
 BY_COST = {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2, "trainer_arguments": GIVEN}

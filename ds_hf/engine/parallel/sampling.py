@@ -31,34 +31,37 @@ class SampledLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=sampler, generator=torch.Generator(), **options)
         self.data_sampler = sampler
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
-        self._taken, self._global_batch = 0, sampler.global_batch_size
+        self._taken = 0
+        self._loaded: dict[str, Any] | None = None  # the state, until a batch is taken
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler = self.data_sampler
-        sampler.go_to(self._taken, self._global_batch)
+        sampler.go_to(self._taken, sampler.drawn)
         for batch in super().__iter__():
             self._taken += sampler.micro * sampler.processes
+            self._loaded = None
             yield batch if self.post_process_func is None else self.post_process_func(batch, sampler.state_dict())
 
     def __len__(self) -> int:
         sampler = self.data_sampler
         return sampler.total_samples // (sampler.micro * sampler.processes) + 1
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The samples that all ranks together have taken, and in which batches they were drawn."""
-        seed, batch = self.data_sampler.draws.seed, self._global_batch
-        return {"epoch": 0, "samples": self._taken, "seed": seed, "global_batch": batch}
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return {"epoch": 0, "samples": self._taken, "seed": self.data_sampler.draws.seed, **self.data_sampler.sizes()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` continue where ``state`` was taken."""
-        self._taken = state["samples"]
-        drawn = state.get("global_batch", self._global_batch)
-        if drawn != self._global_batch:
+        sampler, self._taken, self._loaded = self.data_sampler, state["samples"], dict(state)
+        sampler.drawn = sampler.drawn_before(state, self._taken)
+        size, now = state.get("global_batch", sampler.global_batch_size), sampler.global_batch_size
+        if size != now:
             warn_once(
-                f"the checkpoint was written with batches of {drawn} samples, and they have {self._global_batch} now: "
+                f"the checkpoint was written with batches of {size} samples, and they have {now} now: "
                 "samples are drawn as before up to this step, and others from here on"
             )
-        self._global_batch = drawn
 
 
 def sampled_loader(

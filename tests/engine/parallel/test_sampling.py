@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ds_hf import initialize
-from ds_hf.data.sampler import ClusterDraws
+from ds_hf.data.sampler import ClusterDraws, DeepSpeedDataSampler
+from ds_hf.engine.parallel.sampling import SampledLoader
 from ds_hf.errors import ConfigError
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config as trainer_config
@@ -111,6 +112,42 @@ def test_two_processes_take_parts_of_each_batch_and_resume_in_the_middle(tmp_pat
     assert first["own"] == wanted[0][:2]
     assert second["own"] == wanted[0][2:4]
     assert first["plain"] == [5, 6, 7]
+
+
+def test_a_run_whose_batches_changed_goes_on_exactly_as_often_as_it_is_resumed(tmp_path: Path) -> None:
+    write(tmp_path)
+    given = section(str(tmp_path), schedule_config={"total_curriculum_step": 12, "difficulty_step": 1})
+
+    def loader(steps: int, state: dict[str, Any] | None) -> SampledLoader:
+        made = SampledLoader(
+            Numbers(), DeepSpeedDataSampler(given["data_efficiency"], TOTAL, 2, 0, 1, None, steps), collate_fn=list
+        )
+        if state is not None:
+            made.load_state_dict(state)
+            assert made.state_dict() == state  # what a checkpoint's digest is of
+        return made
+
+    def take(made: SampledLoader, count: int) -> list[tuple[list[float], int]]:
+        return [
+            ([float(each) for each in batch], made.data_sampler.draws.step)
+            for _, batch in zip(range(count), made, strict=False)
+        ]
+
+    first = loader(4, None)
+    take(first, 16)
+    straight = take(loader(8, first.state_dict()), 40)
+    resumed = loader(8, first.state_dict())
+    assert take(resumed, 8) == straight[:8]
+    assert take(resumed, 8) == straight[8:16]  # a pass that begins anew
+    again = loader(8, resumed.state_dict())
+    assert take(again, 8) == straight[16:24]
+    once_more = loader(8, again.state_dict())
+    assert take(once_more, 16) == straight[24:]
+    assert [step for _, step in straight[::8]] == [5, 6, 7, 8, 9]
+    sampler = once_more.data_sampler
+    other = loader(8, None).data_sampler
+    other.load_state_dict(sampler.state_dict())
+    assert other.state_dict() == sampler.state_dict()
 
 
 class Lines(torch.utils.data.Dataset[Any]):
