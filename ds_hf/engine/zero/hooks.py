@@ -52,6 +52,17 @@ __all__ = ["Hook", "UnitHooks"]
 _running: dict[UnitHooks, None] = {}
 _live: WeakSet[UnitHooks] = WeakSet()  # of all engines that train
 
+_UNSCALED = (
+    "Loss scaling is required with fp16: call engine.backward(loss) or engine.scale(loss).backward(), not "
+    "loss.backward()"
+)
+_OF_ANOTHER = (
+    "backward(loss) of an engine that has no loss scale reached parameters of this one, which trains in fp16. Where "
+    "both learn from that loss, let this one run the backward. Where this one does not, as a GAN's discriminator in "
+    "the generator's step, freeze its model: requires_grad_(False) before the forward, and requires_grad_(True) after "
+    "the backward"
+)
+
 
 class _Untracked:
     """Whether calls of modules are followed; which units were gathered while they were not."""
@@ -131,6 +142,7 @@ class UnitHooks:
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
+        self._unscaled = False  # the present backward is of a loss without the scale that fp16 needs
         self._in_graphs: list[FlatBuffer] = []  # buffers that graphs of gradients use
         self._graphs_are_over = False  # an ordinary backward has come since
         self._makes_graph = False  # the present backward is none
@@ -338,7 +350,7 @@ class UnitHooks:
         self.driven = True
         self._note()
         try:
-            with divided_loss(self.reducer.loss_scale), _reaching_others(self):
+            with divided_loss(self.reducer.loss_scale if self.needs_scale else None), _reaching_others(self):
                 yield
                 self.flush()
         except BaseException:
@@ -598,6 +610,7 @@ class UnitHooks:
             if self.events.watched:
                 self._own_backward.enter_context(self.events.phase("own backward"))
             self._flush_queued = True
+            self._unscaled = self.needs_scale and not self.reducer.running_scaled  # of others' too, while it is known
             self._note()
             for other in _others(self):
                 other.reducer.give_way()
@@ -616,12 +629,9 @@ class UnitHooks:
             self._note()
             return  # it was a part of the forward
         if not self.driven:
-            if self.needs_scale and not self.reducer.scaled and self.reducer.has_new:
+            if self._unscaled and self.reducer.has_new:
                 self.abandon()
-                raise DsHfError(
-                    "Loss scaling is required with fp16: call engine.backward(loss) or engine.scale(loss).backward(), "
-                    "not loss.backward()"
-                )
+                raise DsHfError(_OF_ANOTHER if self.reducer.driven_elsewhere else _UNSCALED)
             self.reducer.scaled = False
             self.flush()
         self._note()

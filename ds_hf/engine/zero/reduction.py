@@ -34,14 +34,14 @@ from ds_hf.errors import DsHfError
 __all__ = ["Reducer", "divided_loss"]
 
 # A backward may reach parameters of several engines, and its loss is of one of them.
-_driven: list[float] = []  # the loss scale of the backward that an engine runs
+_driven: list[float | None] = []  # the loss scale of the backward that an engine runs, None without one
 _by_hand: WeakSet[Reducer] = WeakSet()  # whose loss scale the coming backward has, which no engine runs
 
 
 @contextmanager
-def divided_loss(scale: float) -> Iterator[None]:
+def divided_loss(scale: float | None) -> Iterator[None]:
     """An engine runs backward inside, and has divided its loss by the accumulation steps and multiplied it by
-    ``scale``."""
+    ``scale``, if it has one."""
     _driven.append(scale)
     try:
         yield
@@ -186,7 +186,7 @@ class Reducer:
     def factor(self) -> float:
         """What gradients of the present backward are multiplied by."""
         own, steps = self.loss_scale, 1 if _driven else self.accumulation.steps
-        running = _driven[-1] if _driven else self._scale_by_hand(own)
+        running = (_driven[-1] or 1.0) if _driven else self._scale_by_hand(own)
         return own / running / steps
 
     def _scale_by_hand(self, own: float) -> float:
@@ -205,6 +205,12 @@ class Reducer:
         return 1.0 if optimizer is None else float(optimizer.loss_scaler.scale)
 
     @property
+    def has_scale(self) -> bool:
+        """Losses of this engine are multiplied by one."""
+        optimizer = self.optimizer()
+        return optimizer is not None and bool(optimizer.loss_scaler.use_grad_scaling)
+
+    @property
     def scaled(self) -> bool:
         """A loss was multiplied by the loss scale, for a backward that the engine does not run."""
         return self in _by_hand
@@ -215,6 +221,17 @@ class Reducer:
             _by_hand.add(self)
         else:
             _by_hand.discard(self)
+
+    @property
+    def running_scaled(self) -> bool:
+        """The loss of the present backward was multiplied by a loss scale, of this engine or of another: ``factor``
+        makes this one's of it."""
+        return _driven[-1] is not None if _driven else any(other.has_scale for other in _by_hand)
+
+    @property
+    def driven_elsewhere(self) -> bool:
+        """An engine runs the present backward; asked by one that does not."""
+        return bool(_driven)
 
     @property
     def accumulates(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ds_hf
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import DistributedFailure, run_distributed
 
 WIDTH = 16
 
@@ -286,6 +286,47 @@ def test_backward_of_one_model_through_another(
     stages: tuple[int, int], driven: bool, accumulation: int, clears: bool
 ) -> None:
     run_distributed(one_reaches_through_the_other, 2, stages, driven, accumulation, clears)
+
+
+def one_loss_in_fp16(stages: tuple[int, int], dtypes: tuple[str, str], use: str) -> None:
+    """Two engines that learn from one loss, of which some train in fp16, each with another loss scale."""
+    pair, ours, engines = rivals(), rivals(), []
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in pair]
+    for model, stage, dtype in zip(ours, stages, dtypes, strict=True):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            dtype: {"enabled": True, **({"initial_scale_power": 8 + stage} if dtype == "fp16" else {})},
+        }
+        engines.append(ds_hf.initialize(model=model, config=config)[0])
+    for step in range(3):
+        noise = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        mine = noise[dist.get_rank() * 2 : dist.get_rank() * 2 + 2].to(engines[0].device)
+        loss = engines[1](engines[0](mine)).float().sub(1).pow(2).mean()
+        engines[0].backward(loss) if use == "backward" else engines[0].scale(loss).backward()
+        pair[1](pair[0](noise)).sub(1).pow(2).mean().backward()
+        for engine, optimizer in zip(engines, optimizers, strict=True):
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    with GatheredParameters([p for model in ours for p in model.parameters()]):
+        for model, plain in zip(ours, pair, strict=True):
+            for value, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(value.detach().float().cpu(), expected.detach(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(("stages", "use"), [((0, 3), "backward"), ((2, 1), "scale")])
+def test_one_loss_of_two_engines_in_fp16(stages: tuple[int, int], use: str) -> None:
+    run_distributed(one_loss_in_fp16, 2, stages, ("fp16", "fp16"), use)
+
+
+@pytest.mark.parametrize("use", ["backward", "scale"])
+def test_one_loss_without_the_scale_that_the_other_engine_needs(use: str) -> None:
+    said = "an engine that has no loss scale reached parameters of this one" if use == "backward" else "Loss scaling is"
+    with pytest.raises(DistributedFailure, match=said):
+        run_distributed(one_loss_in_fp16, 1, (0, 0), ("bf16", "fp16"), use)
 
 
 class Critic(nn.Module):
