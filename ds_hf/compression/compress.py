@@ -65,9 +65,20 @@ def _prepare(model: nn.Module, section: CompressionTrainingSection) -> Compressi
     prepare_layers(model, groups)
     schedule = CompressionSchedule(model, section, groups)
     keep(model, schedule)
+    _tell_adapters(model, groups)
     if section.head_pruning.shared_parameters.enabled:
         _tell_heads(model, [group for group in groups if group.method == "head_pruning" and group.related])
     return schedule
+
+
+def _tell_adapters(model: nn.Module, groups: list[Group]) -> None:
+    """Before training, whose adapters are of no use over weights that were not compressed."""
+    if hasattr(model, "peft_config") and any(group.method != "activation_quantization" for group in groups):
+        warn_once(
+            "compression_training changes weights under adapters, and save_pretrained() writes the adapters alone, "
+            "which learn beside the compressed weights: after redundancy_clean() write all of it, as "
+            "model.merge_and_unload().save_pretrained(folder) does"
+        )
 
 
 def _tell_heads(model: nn.Module, groups: list[Group]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -22,6 +23,7 @@ from ds_hf.compression import init_compression, redundancy_clean
 from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.schedule import compression_scheduler
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import forget_said
 from tests.compression.common import MICRO, Net, batches, config, logged, method, net, run
 from tests.helpers.distributed import run_distributed
 
@@ -331,3 +333,30 @@ def test_stages_end_in_the_same_model_on_all_processes() -> None:
         for name, weight in other.items():
             assert weight.shape == first[name].shape
             torch.testing.assert_close(weight, first[name], rtol=2e-5, atol=2e-5)
+
+
+def test_adapters_over_compressed_weights_are_written_with_them(tmp_path: Path) -> None:
+    def adapted() -> Any:
+        torch.manual_seed(4)
+        lora = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+        return get_peft_model(llama(), lora)  # type: ignore[arg-type]
+
+    def loss_of(model: Any) -> Tensor:
+        loss: Tensor = model(input_ids=IDS, labels=IDS).loss
+        return loss
+
+    section = {"sparse_pruning": method({"dense_ratio": 0.5}, ["mlp"], schedule_offset=0)}
+    forget_said()
+    with logged() as lines:
+        engine = initialize(model=adapted(), config=config(section))[0]
+    assert any("save_pretrained() writes the adapters alone" in line for line in lines)
+    for _ in range(2):
+        engine.backward(loss_of(engine))
+        engine.step()
+    model = redundancy_clean(engine)
+    trained = loss_of(model).item()
+    model.save_pretrained(tmp_path / "adapters")
+    model.merge_and_unload().save_pretrained(tmp_path / "whole")
+    assert loss_of(LlamaForCausalLM.from_pretrained(tmp_path / "whole")).item() == pytest.approx(trained, rel=1e-6)
+    alone = PeftModel.from_pretrained(llama(), tmp_path / "adapters")
+    assert abs(loss_of(alone).item() - trained) > 1e-3  # over weights that were not compressed
