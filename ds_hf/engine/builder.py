@@ -453,9 +453,9 @@ def _make_optimizer(
     """The inner optimizer, still over the model's own parameters."""
     if prepare is not None:
         model_parameters = prepare(settings, model, optimizer, model_parameters)
+    if optimizer is not None and settings.optimizer is not None:
+        warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
     if isinstance(optimizer, Optimizer):
-        if settings.optimizer is not None:
-            warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
         _check_optimizer(optimizer)
         return optimizer
     if optimizer is None and settings.optimizer is None:
@@ -546,17 +546,18 @@ def _listed(params: Any) -> list[Tensor]:
 
 def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any, others: Building) -> Any:
     """The scheduler that the engine steps: the argument before the configuration's."""
+    named = None if settings.scheduler is None else settings.scheduler.type
+    if given is not None and named is not None:
+        warn_once(f"the lr_scheduler given to initialize() replaces the configuration's {named!r}")
     if callable(given) and not hasattr(given, "step"):
         made = given(inner)
         others.compare(describe_scheduler(made))
         return made
     if given is not None:
         return given
-    if settings.scheduler is None or settings.scheduler.type is None or inner is None:
+    if settings.scheduler is None or named is None or inner is None:
         return None
-    return build_scheduler(
-        settings.scheduler.type, settings.scheduler.params, inner, mode=settings.ds_hf.compat_schedules
-    )
+    return build_scheduler(named, settings.scheduler.params, inner, mode=settings.ds_hf.compat_schedules)
 
 
 # -- advice on what works but takes more than it needs -----------------------------------------------------------------
