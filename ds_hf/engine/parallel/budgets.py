@@ -6,8 +6,9 @@ Packs are made once, the same on every process; each takes its own of each batch
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -80,26 +81,36 @@ class BudgetLoader(DataLoader[Any]):
         return self.epoch * len(self.batch_sizes) + self._taken // self._steps
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, the packs of it that all ranks together have taken, and how many a batch has."""
+        """The epoch, the packs of it that all ranks together have taken, and how many a batch has; the samples of the
+        batches that are over."""
         if self._loaded is not None:
             return dict(self._loaded)
         size = self.processes * self.micro
-        return {"epoch": self.epoch, "samples": self._taken * size, "seed": 0, "packs": self._steps * size}
+        samples = sum(self.batch_sizes[: self._taken // self._steps])
+        place = {"epoch": self.epoch, "samples": self._taken * size, "seed": 0, "packs": self._steps * size}
+        return {**place, "drawn": samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next ``iter()`` continue where ``state`` was taken; with batches of another size at the next of
-        them that is whole."""
+        """Let the next ``iter()`` continue where ``state`` was taken; with batches of another size, or other budgets,
+        at the next of them that is whole."""
         train = self._steps * self.processes * self.micro
         self.epoch, self._taken = state["epoch"], state["samples"] // (self.processes * self.micro)
+        before = list(accumulate(self.batch_sizes, initial=0))  # samples of an epoch before each batch
+        # what older versions did not write is taken as if packs were the same
+        drawn = state.get("drawn", before[min(state["samples"] // train, len(self.batch_sizes))])
         if state["packs"] != train:
-            batch = -(-state["samples"] // train)
-            self._taken = batch * self._steps
-            warn_once(
-                f"the checkpoint was written with batches of {state['packs']} packs, and they have {train} now: the "
-                f"epoch goes on with batch {batch} of {len(self.batch_sizes)}, {batch * train - state['samples']} "
-                "packs further on"
-            )
+            batch = bisect_left(before, drawn) if "drawn" in state else -(-state["samples"] // train)
+            self._go_on(f"batches of {state['packs']} packs, and they have {train} now", batch)
+        elif drawn not in before[state["samples"] // train :][:1]:
+            self._go_on("other packs, as of another max_tokens", bisect_left(before, drawn))
         self._loaded = dict(state)
+
+    def _go_on(self, changed: str, batch: int) -> None:
+        self._taken = batch * self._steps
+        warn_once(
+            f"the checkpoint was written with {changed}: the epoch goes on with batch {batch} of "
+            f"{len(self.batch_sizes)}, the next that begins with a sample that has not been taken"
+        )
 
 
 class _Rest:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_hf import initialize
 from ds_hf.data.batching import batch_by_seqlens
+from ds_hf.engine.parallel.budgets import BudgetLoader
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
@@ -149,6 +150,24 @@ def test_a_run_goes_on_with_batches_of_another_size(tmp_path: Path) -> None:
         wanted = by_hand(5, packs)
         assert len(set(wanted)) > 3
         assert numbers == pytest.approx(wanted[5:], rel=1e-5), packs
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(BUDGET, BATCH), (2 * BUDGET, BATCH), (20, BATCH), (2 * BUDGET, 2)])
+def test_another_budget_goes_on_at_the_sample_where_it_stood(budget: int, batch: int) -> None:
+    def loader(tokens: int, train: int) -> BudgetLoader:
+        ids, sizes, _ = batch_by_seqlens(LENGTHS, tokens, effective_batch_size=train)
+        return BudgetLoader(Numbers(), [pack for _, pack in ids], sizes, processes=1, micro=1)
+
+    first = loader(BUDGET, BATCH)
+    for _ in zip(range(2 * BATCH), first, strict=False):
+        pass
+    state = first.state_dict()
+    taken = max(first.packs[2 * BATCH - 1])
+    second = loader(budget, batch)
+    second.load_state_dict(state)
+    assert second.state_dict() == state  # what a checkpoint's digest is of
+    starts = [pack[0] for pack in second.packs[::batch]]
+    assert second.rest()[0][0] == next(start for start in starts if start > taken)
 
 
 def switched(folder: str) -> dict[str, list[float]]:
