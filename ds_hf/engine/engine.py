@@ -205,10 +205,11 @@ class CoreEngine(nn.Module):
         """
         self._require_alive()
         _check_loss(loss)
-        self.reducer.scaled = True
         for listen in self.events.on_loss:
             listen(loss, 1 / self.accumulation.steps)
-        return self._scaled(loss)
+        scaled = self._scaled(loss)
+        self.reducer.await_backward(scaled)
+        return scaled
 
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.optimizer is None:

@@ -384,6 +384,8 @@ class UnitHooks:
         """Forget calls, and a backward, that ended in an exception."""
         if self._flush_queued:
             self.abandon()
+        if not in_backward():
+            self.reducer.forget_scaled()
         for unit in self.units:
             unit.depth = 0
         self._open, self._last = False, None

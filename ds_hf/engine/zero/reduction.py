@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from ds_hf.engine.accumulation import Accumulation
 from ds_hf.engine.comm import collectives
@@ -35,7 +36,7 @@ __all__ = ["Reducer", "divided_loss"]
 
 # A backward may reach parameters of several engines, and its loss is of one of them.
 _driven: list[float | None] = []  # the loss scale of the backward that an engine runs, None without one
-_by_hand: WeakSet[Reducer] = WeakSet()  # whose loss scale the coming backward has, which no engine runs
+_by_hand: WeakSet[Reducer] = WeakSet()  # whose loss scale the present backward has, which no engine runs
 
 
 @contextmanager
@@ -212,7 +213,7 @@ class Reducer:
 
     @property
     def scaled(self) -> bool:
-        """A loss was multiplied by the loss scale, for a backward that the engine does not run."""
+        """The present backward is of a loss that was multiplied by the loss scale, and the engine does not run it."""
         return self in _by_hand
 
     @scaled.setter
@@ -221,6 +222,14 @@ class Reducer:
             _by_hand.add(self)
         else:
             _by_hand.discard(self)
+
+    def await_backward(self, loss: Tensor) -> None:
+        """``loss`` carries the loss scale. That counts when its backward begins, which may never come."""
+
+        def begin(_: Tensor) -> None:
+            self.scaled = True
+
+        loss.register_hook(begin)  # type: ignore[no-untyped-call]
 
     @property
     def running_scaled(self) -> bool:
@@ -237,6 +246,11 @@ class Reducer:
     def accumulates(self) -> bool:
         """There are gradients of some micro-batches of a step that takes several."""
         return self.backwards > 0 and self.accumulation.keeps_sums
+
+    @staticmethod
+    def forget_scaled() -> None:
+        """Between backwards: one that ended in an exception may have left whose loss scale it had."""
+        _by_hand.clear()
 
     @property
     def has_new(self) -> bool:

@@ -329,6 +329,41 @@ def test_one_loss_without_the_scale_that_the_other_engine_needs(use: str) -> Non
         run_distributed(one_loss_in_fp16, 1, (0, 0), ("bf16", "fp16"), use)
 
 
+def a_scaled_loss_that_trains_nothing(stage: int) -> None:
+    """Whose backward never came, or ended in an exception: another engine's ``loss.backward()`` is as without it."""
+    engines = []
+    for more in ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {}):
+        torch.manual_seed(0)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": zero, **more}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+        engines.append(ds_hf.initialize(model=nn.Linear(WIDTH, 1), config=config)[0])
+    scaled, other = engines
+    batch = torch.randn(2, WIDTH).to(other.device)
+    plain = nn.Linear(WIDTH, 1)
+    plain.load_state_dict({name: value.float().cpu() for name, value in other.named_weights()})
+    plain(batch.cpu()).pow(2).mean().backward()
+    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    for fails in (False, True):
+        outputs = scaled(batch).float()
+        loss = scaled.scale(outputs.pow(2).mean())
+        if fails:
+            outputs.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        other(batch).pow(2).mean().backward()
+        other.step()
+        assert other.get_global_grad_norm() == pytest.approx(wanted, rel=1e-5)
+        outputs = scaled(batch)
+        with pytest.raises(DsHfError, match="Loss scaling is required"):
+            outputs.float().pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_scaled_loss_that_trains_nothing_is_forgotten(stage: int) -> None:
+    run_distributed(a_scaled_loss_that_trains_nothing, 1, stage)
+
+
 class Critic(nn.Module):
     """A head on the first layer of an actor, which its loss reaches."""
 
