@@ -16,6 +16,7 @@ from ds_hf import initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError
 from tests.contract.test_tensor_parallel import FP32_ROUTERS, config
+from tests.helpers.compiled import with_quick_backend
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tensor import Block, build, loss_of, whole
 
@@ -150,7 +151,7 @@ def test_beside_other_things() -> None:
 
 def compiled() -> tuple[Any, Any]:
     model: Any = build("llama", use_cache=False).double()
-    engine = engine_of(model, "llama", 2, 2, {**KEY, "compile": "blocks"})
+    engine = with_quick_backend(engine_of(model, "llama", 2, 2, {**KEY, "compile": "blocks"}))
     _, found = gradients_of(engine)
     return found, engine.compile_report().breaks
 

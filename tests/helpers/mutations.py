@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-QUICK, LONG = 40, 600  # examples among the fast tests, and among the slow ones
+QUICK, LONG = 40, 200  # examples among the fast tests, and among the slow ones
 
 WRONG = st.sampled_from(
     [None, True, 0, -1, 10**20, 10**4000, 1e308, -1e308, float("nan"), float("inf"), "", "x", "\0", "../../x", "\ud800",

@@ -12,7 +12,7 @@ import torch
 
 from ds_hf import init_inference
 
-LENGTH, BATCH, STEPS = 128, 16, 400
+LENGTH, BATCH, STEPS = 128, 16, 150
 
 
 def text() -> torch.Tensor:
@@ -50,7 +50,7 @@ def perplexity(model: Any, tokens: torch.Tensor) -> float:
 @pytest.mark.timeout(900)
 def test_perplexity_of_8_and_4_bits() -> None:
     tokens = text()
-    held_out, rest = tokens[: 16 * 8 * LENGTH], tokens[16 * 8 * LENGTH :]
+    held_out, rest = tokens[: 8 * 8 * LENGTH], tokens[8 * 8 * LENGTH :]
     model = trained(rest)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     found = {}
@@ -67,7 +67,7 @@ def test_perplexity_of_8_and_4_bits() -> None:
         found[name] = perplexity(engine, held_out)
         engine.destroy()
     print(found)
-    assert 2 < found["bf16"] < 10  # it has learnt: a byte of chance is 256
+    assert 2 < found["bf16"] < 20  # it has learnt: a byte of chance is 256
     assert found["int8"] == pytest.approx(found["bf16"], rel=0.01)
     for name in ("int4", "int4 asymmetric", "int4 in host memory"):
         assert found[name] == pytest.approx(found["bf16"], rel=0.03), name
