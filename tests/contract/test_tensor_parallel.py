@@ -141,16 +141,16 @@ def test_the_matrix_in_fp64(processes: int, tensor: int, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "fused"])
 def test_ten_steps_in_fp32(kind: str) -> None:
-    """To 1e-6 where rounding is not magnified; and no farther from fp64 than one process is where it is."""
+    """To 1e-6 of fp64; and to 1e-4 with the usual eps, by which AdamW divides what is rounding in single elements."""
     smooth = {"type": "AdamW", "params": {**ADAMW, "eps": 1e-5}}
     rule = functools.partial(torch.optim.AdamW, **{**ADAMW, "eps": 1e-5})
-    losses, norms, weights = reference_run(kind, 1, CLIP, 1, STEPS, rule)
-    exact, single = (reference(kind, 1, CLIP, 1, STEPS, dtype)[2] for dtype in (torch.float64, torch.float32))
+    losses, norms, weights = reference_run(kind, 1, CLIP, 1, STEPS, rule, torch.float64)
+    exact = reference(kind, 1, CLIP, 1, STEPS, torch.float64)[2]
     for one, other in run_distributed(ten_steps, 2, kind, smooth, timeout=60):
         assert one["losses"] == pytest.approx(losses, rel=1e-5)
         assert one["norms"] == pytest.approx(norms, rel=1e-5)
         assert farthest(one["weights"], weights) < 1e-6
-        assert farthest(other["weights"], exact) < 2 * farthest(single, exact)
+        assert farthest(other["weights"], exact) < 1e-4
 
 
 def ten_steps(kind: str, smooth: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
