@@ -378,7 +378,7 @@ class Unused:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn_once(
             f"{', '.join(names[:3])}{more}: no gradient in this step (said once, for the first such step). The step "
-            "takes a gradient of zero, as DeepSpeed's does, so that weight decay and momentum go on changing them; "
+            "takes a gradient of zero, as DeepSpeed does beside others that have one: weight decay and momentum go on; "
             "torch passes over parameters without a gradient. Where they are not used on purpose, freeze them "
             "(requires_grad_(False), as PEFT's set_adapter() does with the other adapters) for as long, which leaves "
             "them and their moments as they are, or give them a group with weight_decay 0",
