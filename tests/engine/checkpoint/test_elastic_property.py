@@ -143,7 +143,7 @@ def test_moments_of_fp64_parameters_stay_fp64() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(QUICK, max_examples=400)
+@settings(QUICK, max_examples=80, derandomize=False)  # others each time
 @given(cases())
 def test_saved_at_one_layout_loads_at_any_other_at_length(case: tuple[Shape, Cell, list[Cell]]) -> None:
     shape, source, targets = case
