@@ -224,7 +224,7 @@ class Reducer:
             _by_hand.discard(self)
 
     def await_backward(self, loss: Tensor) -> None:
-        """``loss`` carries the loss scale. That counts when its backward begins, which may never come."""
+        """``loss``, ``[]`` of any dtype, carries the loss scale; that counts when its backward begins, if it does."""
 
         def begin(_: Tensor) -> None:
             self.scaled = True
