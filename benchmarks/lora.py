@@ -4,13 +4,17 @@ and Liger's kernels where they are installed.
     python benchmarks/lora.py --model 8b --micro-batch 2 --seq 4096 --rank 16 --checkpointing --json FILE
     python benchmarks/lora.py --model 1b3 --micro-batch 1 --seq 512 --engines ds_hf,ds_hf-peft,peft,peft-16
     python benchmarks/lora.py --model 8b --bits 4 --engines ds_hf,ds_hf-blocks,peft --micro-batch 2 --seq 4096
+    python benchmarks/lora.py --model 8b --micro-batch 2 --seq 4096 --checkpointing --engines unsloth
 
 All train LoRA of ``--rank`` on all linear layers of the same bf16 base, from the same seed and on the same tokens, and
 take turns as in ``training.py``, whose loop and tokens these are. *ds_hf* fuses adapters (``ds_hf.fused_lora``),
 *ds_hf-peft* leaves them to PEFT, *ds_hf-chunked* has its loss in chunks too, *ds_hf-captured* its blocks in CUDA
 graphs, *ds_hf-liger* Liger's kernels in the model. *peft* is plain torch as the Trainer runs it: fp32 adapters under
 bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's
-kernels, its fused loss among them.
+kernels, its fused loss among them; *axolotl* has axolotl's LoRA kernels beside those of Liger. *unsloth* is
+``FastLanguageModel`` of a saved copy of the same base, under bf16 autocast as in its Trainer, its blocks' inputs in
+host memory with ``--checkpointing``; *unsloth-kept* keeps these on the GPU. It changes transformers for its whole
+process, so it is measured in one of its own. Both are found on ``PYTHONPATH``, and need bitsandbytes.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
 engine's own blocks, and needs no library; *ds_hf-blocks-long* keeps inputs of checkpointed blocks in host memory and
@@ -23,7 +27,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -195,6 +201,82 @@ class Liger(Peft16, WithLiger):
         super().free()
 
 
+class Axolotl(Liger):
+    """PEFT with bf16 adapters, axolotl's LoRA kernels in attention and MLPs, and Liger's in the rest."""
+
+    def prepare(self) -> None:
+        import axolotl.utils  # type: ignore[import-not-found, unused-ignore]
+        from transformers.models.llama.modeling_llama import LlamaAttention
+
+        name = "axolotl.utils.callbacks"  # it imports all that reports runs; one file beside it is needed
+        package = types.ModuleType(name)
+        package.__path__ = [f"{axolotl.utils.__path__[0]}/callbacks"]
+        sys.modules.setdefault(name, package)
+        from axolotl.monkeypatch import lora_kernels  # type: ignore[import-not-found, unused-ignore]
+        from axolotl.utils.dict import DictDefault  # type: ignore[import-not-found, unused-ignore]
+
+        super().prepare()
+        self.attention, self.forward = LlamaAttention, LlamaAttention.forward
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.config.save_pretrained(folder)
+            keys = {f"lora_{part}_kernel": True for part in ("qkv", "o", "mlp")}
+            keys = DictDefault({"base_model": folder, **keys})
+            lora_kernels.patch_self_attn_lora(keys)
+            lora_kernels.apply_lora_kernel_patches(self.model, keys)
+
+    def free(self) -> None:
+        self.attention.forward = self.forward
+        del self.attention._original_forward  # else the next one would not be changed
+        super().free()
+
+
+class Unsloth(Peft):
+    """Unsloth's model and adapters, in the Trainer's autocast; checkpointed inputs of blocks in host memory."""
+
+    checkpointing: ClassVar[Any] = "unsloth"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        training.Contender.__init__(self, args)
+        from unsloth import FastLanguageModel  # type: ignore[import-not-found, unused-ignore]
+
+        given = {"max_seq_length": args.seq, "dtype": torch.bfloat16, "load_in_4bit": bool(args.bits)}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_base(folder)
+            model, _ = FastLanguageModel.from_pretrained(folder, **given)
+        self.model = FastLanguageModel.get_peft_model(
+            model,
+            r=args.rank,
+            lora_alpha=2 * args.rank,
+            lora_dropout=args.dropout,
+            target_modules=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+            use_gradient_checkpointing=self.checkpointing if args.checkpointing else False,
+            random_state=training.SEED,
+        ).train()
+        self.trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, fused=True, **training.adam_parameters())
+
+    def save_base(self, folder: str) -> None:
+        """The base of the others, with a tokenizer that Unsloth asks for, in ``folder``."""
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        lora, checkpointing, self.args.lora, self.args.checkpointing = 0, self.args.checkpointing, 0, False
+        base: Any = training.make_model(self.args, torch.bfloat16)
+        self.args.lora, self.args.checkpointing = lora, checkpointing
+        base.save_pretrained(folder)
+        special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        words = [*(f"t{at}" for at in range(base.config.vocab_size - len(special))), *special.values()]
+        found = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+        PreTrainedTokenizerFast(tokenizer_object=found, **special).save_pretrained(folder)
+
+
+class UnslothKept(Unsloth):
+    """The same with checkpointed inputs of blocks on the GPU."""
+
+    checkpointing = True
+
+
 class DsHfLiger(DsHf, WithLiger):
     """The engine with a model that has Liger's kernels."""
 
@@ -231,6 +313,9 @@ ENGINES: dict[str, type[training.Contender]] = {
     "peft": Peft,
     "peft-16": Peft16,
     "liger": Liger,
+    "axolotl": Axolotl,
+    "unsloth": Unsloth,
+    "unsloth-kept": UnslothKept,
 }
 
 
@@ -270,6 +355,11 @@ def parse() -> argparse.Namespace:
         sys.argv = asked
     for name, value in vars(given).items():
         setattr(args, name, value)
+    alone = {name.startswith("unsloth") for name in args.engines.split(",")}
+    if True in alone:
+        if False in alone:
+            raise SystemExit("Unsloth changes transformers for its whole process: measure it in a command of its own")
+        import unsloth  # type: ignore[import-not-found, unused-ignore]  # noqa: F401 - before transformers
     return args
 
 
