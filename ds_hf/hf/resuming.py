@@ -190,6 +190,8 @@ def compare_with_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwar
         _tell(f"{folder / STATE} was written after step {step}, and the engine's files after {engine.global_steps}")
     if (folder / SCHEDULE).is_file() and engine.optimizer is not None:
         _compare_rates(folder / SCHEDULE, trainer.lr_scheduler, engine.optimizer)
+    if not (trainer.args.ignore_data_skip or engine.settings.data_efficiency.batches_by_tokens):  # the latter tells
+        _compare_batches(engine)
     return found
 
 
@@ -242,6 +244,19 @@ def load_whole_state(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> An
         for optimizer in getattr(scheduler, "optimizers", [])[:1]:
             _compare_rates(path, scheduler, optimizer)
     return found
+
+
+def _compare_batches(engine: Any) -> None:
+    """The Trainer counts steps to find the place in its data, without DeepSpeed as well, where only a change of
+    ``per_device_train_batch_size`` is told."""
+    steps, samples, batch = engine.global_steps, engine.global_samples, engine.batch.train
+    if steps and samples and round(samples / steps) != batch and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "the checkpoint's %d steps took %d samples, and the Trainer passes over %d, which as many steps take with "
+            "a batch of %d: samples are %s. Resume with the batch of before, or with ignore_data_skip=True, which "
+            "begins the epoch anew",
+            *(steps, samples, steps * batch, batch, "seen twice" if steps * batch < samples else "never seen"),
+        )
 
 
 def _compare_rates(file: Path, scheduler: Any, optimizer: Any) -> None:

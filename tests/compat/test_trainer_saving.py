@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from tests.compat.common import WORLD, largest_difference, run_user_code
 from tests.compat.scripts.trainer_script import Sentences
 from tests.compat.trainer_code import STAGES, TOLERANCE, arguments, config, fit, history, make_trainer
+from tests.compression.common import logged
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 RISING = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -154,6 +155,47 @@ def test_resumed_without_skipping_data(tmp_path: Path) -> None:
         assert steps == 6
         assert [row["learning_rate"] for row in late] == [row["learning_rate"] for row in whole[3:]]
         assert late[0]["loss"] != whole[3]["loss"]  # the first samples again
+
+
+class Noted(Sentences):
+    """Which samples were asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return super().__getitem__(index)
+
+
+def with_other_batches(folder: Path) -> list[tuple[int, list[str]]]:
+    """How many samples of an epoch were seen twice, and what was told, after four steps of four samples."""
+    found, seen = [], []
+    for accumulation, more in ((2, {}), (2, {}), (1, {}), (1, {"ignore_data_skip": True})):
+        data = Noted(24, seed=1)
+        trainer = make_trainer(
+            folder / "run",
+            config(1),
+            trainer_arguments={"train_dataset": data},
+            gradient_accumulation_steps=accumulation,
+            **{"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 4, **more},
+        )
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-4") if seen else None)
+        found.append((len({*seen} & {*data.asked}), [line for line in lines if "samples are seen" in line]))
+        seen = seen or data.asked[:16]
+    return found
+
+
+def test_a_resumed_run_with_another_batch_is_told_of_samples_seen_twice(tmp_path: Path) -> None:
+    """transformers counts steps, and says nothing of it."""
+    (((_, first), same, other, (_, anew)),) = run_user_code(with_other_batches, tmp_path, world_size=1)
+    assert same == (0, [])
+    assert first == anew == []
+    assert other[0] == 8
+    assert len(other[1]) == 1
+    assert "4 steps took 16 samples, and the Trainer passes over 8" in other[1][0]
 
 
 def without_a_checkpoint(folder: Path) -> str:

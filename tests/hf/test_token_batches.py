@@ -17,6 +17,7 @@ from transformers import Trainer
 from ds_hf.errors import ConfigError
 from tests.compat.common import largest_difference, run_user_code
 from tests.compat.trainer_code import TOLERANCE, config, history, make_trainer, start_afresh, tiny_llama
+from tests.compression.common import logged
 from tests.hf.test_sampling import Uneven, pad
 
 DATA = Uneven()
@@ -82,11 +83,12 @@ def plain(folder: str) -> tuple[list[dict[str, float]], float]:
     return history(trainer), trainer.state.epoch
 
 
-def budgeted(folder: str, stage: int, **more: Any) -> tuple[list[dict[str, float]], float, list[float]]:
+def budgeted(folder: str, stage: int, **more: Any) -> tuple[list[dict[str, float]], float, list[float], list[str]]:
     """Trained once from start to end, and twice from the fourth step on, which is inside of the second epoch: the last
-    time with batches of half as many packs, of which the rates are given."""
+    time with batches of half as many packs, of which the rates are given, and what is told."""
     whole: list[dict[str, float]] = []
     rates: list[float] = []
+    told: list[str] = []
     for resume, accumulation in ((None, ACCUMULATION), ("checkpoint-4", ACCUMULATION), ("checkpoint-4", 1)):
         trainer = make_trainer(
             folder,
@@ -98,14 +100,16 @@ def budgeted(folder: str, stage: int, **more: Any) -> tuple[list[dict[str, float
         )
         optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=RATE, weight_decay=0.1)
         trainer.optimizer = optimizer
-        trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
         found = history(trainer)
+        told += [f"{accumulation}: {line}" for line in lines if "batches of the checkpoint" in line]
         if accumulation == 1:
             rates = [row["learning_rate"] for row in found if "loss" in row][4:]
             break
         assert not resume or largest_difference(found, whole) <= 1e-6
         whole, epoch = found, trainer.state.epoch
-    return whole, epoch, rates
+    return whole, epoch, rates, told
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,13 @@ def test_the_trainer_takes_batches_of_tokens_and_scales_rates(tmp_path: Path, st
     ((wanted, epoch),) = run_user_code(plain, str(tmp_path / "plain"), world_size=1)
     assert len(wanted) == STEPS + 3  # three evaluations
     _, sizes = by_hand(WORLD)
-    for found, reached, rates in run_user_code(budgeted, str(tmp_path / "ours"), stage, world_size=WORLD):
+    passed = SIZES[0] + sum(SIZES), sum(sizes[step % len(sizes)] for step in range(4))
+    found_by = run_user_code(budgeted, str(tmp_path / "ours"), stage, world_size=WORLD)
+    assert [
+        f"1: the 4 batches of the checkpoint had {passed[0]} samples, and as many have {passed[1]} now" in line
+        for line in found_by[0][3]
+    ] == [True]
+    for found, reached, rates, _ in found_by:
         after = [(STEPS - step) / STEPS * sizes[step % len(sizes)] / WORLD for step in range(4, STEPS)]
         assert rates == pytest.approx([RATE * each for each in after])
         assert largest_difference(found, wanted) <= TOLERANCE

@@ -232,11 +232,26 @@ class BatchRates:
         return int(self.engine.global_steps) + self._passed
 
     def state_dict(self) -> dict[str, Any]:
-        """The rates without the size of a batch, which a run with other batches begins with."""
-        return {} if self.follower is None else {"rates": self.follower.unscaled}
+        """The rates without the size of a batch, which a run with other batches begins with; the samples of the batches
+        that are over."""
+        rates = {} if self.follower is None else {"rates": self.follower.unscaled}
+        return {**rates, "samples": self._samples()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """All follows from what is loaded besides: see ``resume``."""
+        """All follows from what is loaded besides: see ``resume``. A loader that is not the engine's own is told what
+        to pass over by who counts batches."""
+        now = self._samples()
+        if self.loader is not self.engine.training_dataloader and state.get("samples", now) != now:
+            warn_once(
+                f"the {self.position()} batches of the checkpoint had {state['samples']} samples, and as many have "
+                f"{now} now, as with another max_tokens or train_batch_size: who counts batches to pass over what was "
+                f"trained on, as the Trainer does, {'takes samples twice' if now < state['samples'] else 'loses some'}"
+            )
+
+    def _samples(self) -> int:
+        sizes: list[int] = self.loader.batch_sizes
+        epochs, batches = divmod(self.position(), len(sizes))
+        return epochs * sum(sizes) + sum(sizes[:batches])
 
     def resume(self, rates: Sequence[float] | None) -> None:
         """A checkpoint has been loaded, and the batch that comes next may be another than when it was written.
