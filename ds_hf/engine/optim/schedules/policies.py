@@ -168,6 +168,8 @@ class OneCycle(Schedule):
         self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and self._has_betas()
+        if mode == "deepspeed" and self.cycle_momentum:
+            self._tell_growth()
         if last_batch_iteration == -1:
             self._write(self.min_lrs)
             # DeepSpeed starts at the low end, although its own formula gives the high end here.
@@ -208,6 +210,19 @@ class OneCycle(Schedule):
             return mom, 0.99
         cap = max(_BETA1_CAP, self.max_moms[index])
         return min(mom, cap), self.optimizer.param_groups[index]["betas"][1]
+
+    def _tell_growth(self) -> None:
+        """DeepSpeed's formula lets beta1 grow without end."""
+        highest = max(self.max_moms)
+        if self.decay_mom_rate <= 0 or self.decay_step_size <= 0 or highest <= 0:
+            return
+        past = max(1, math.ceil((1 / highest - 1) / self.decay_mom_rate * self.decay_step_size - 1e-9))
+        warn_once(
+            f"OneCycle: decay_mom_rate {self.decay_mom_rate:g} lets beta1 grow after the cycle, as in DeepSpeed: after "
+            f"{self.total_size + past:g} steps it is 1 or more, with which Adam does not train or ends in nan. "
+            'Set decay_mom_rate to 0, or {"ds_hf": {"compat_schedules": "strict"}}, which stops at '
+            f"{_BETA1_CAP}"
+        )
 
     def _has_betas(self) -> bool:
         if "betas" in self.optimizer.defaults:

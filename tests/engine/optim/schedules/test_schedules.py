@@ -264,6 +264,21 @@ def test_a_warmup_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "warmup_num_steps 11 is more than total_num_steps 7" in told[0]
 
 
+@pytest.mark.parametrize(("rate", "steps"), [(1 / 9, 5), (0.05, 7), (0.0, None)])
+def test_a_beta1_that_grows_to_one_is_told(monkeypatch: pytest.MonkeyPatch, rate: float, steps: int | None) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("ds_hf.engine.optim.schedules.policies.warn_once", told.append)
+    optimizer = make_optimizer()
+    given: Any = {"cycle_first_step_size": 2, "decay_step_size": 1, "decay_mom_rate": rate}
+    OneCycle(make_optimizer(), 1e-4, 1e-3, **given, mode="strict")
+    schedule, betas = OneCycle(optimizer, 1e-4, 1e-3, **given), []
+    for _ in range(9):
+        betas.append(optimizer.param_groups[0]["betas"][0])
+        schedule.step()
+    assert next((step for step, beta in enumerate(betas) if beta >= 1), None) == steps
+    assert ["compat_schedules" in line and f"after {steps} steps" in line for line in told] == [True] * (rate > 0)
+
+
 def test_unknown_warmup_type_falls_back_loudly_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("ds_hf.engine.optim.schedules.policies.warn_once", told.append)
