@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_hf.config.types import Config
 from ds_hf.data.sampler import DeepSpeedDataSampler
-from ds_hf.deepspeed_api.engine_data import DataNames
+from ds_hf.deepspeed_api.engine_data import DataNames, tell_loaders
 from ds_hf.deepspeed_api.engine_generation import GenerationNames
 from ds_hf.deepspeed_api.engine_settings import SettingsNames
 from ds_hf.deepspeed_api.engine_states import StatesNames
@@ -146,6 +146,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         steps = train_batch_size // per_micro_batch
         self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
         self.accumulation.change(steps)
+        tell_loaders(self)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that the caller's micro-batches have another size now; accumulation stays."""
@@ -154,6 +155,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
             raise ValueError(f"micro_batch_size is at least 1, not {micro_batch_size}")
         steps = self.accumulation.steps
         self.batch = BatchSizes(micro_batch_size * steps * self.mesh.shape.data, micro_batch_size, steps)
+        tell_loaders(self)
 
     @property
     def global_rank(self) -> int:

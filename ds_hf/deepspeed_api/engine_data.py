@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.modules.decoder_blocks import find_blocks
 from ds_hf.errors import ConfigError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from ds_hf.data.difficulty import CurriculumScheduler
     from ds_hf.data.token_schedule import RandomLTDScheduler
 
-__all__ = ["DataNames"]
+__all__ = ["DataNames", "tell_loaders"]
 
 
 class DataNames(CoreEngine):
@@ -119,6 +120,28 @@ class DataNames(CoreEngine):
         if not hasattr(self.training_dataloader, "post_process_func"):
             raise ConfigError("there is no loader of training_data whose samples metrics choose", "curriculum_learning")
         self.training_dataloader.post_process_func = post_process_func
+
+
+def tell_loaders(engine: CoreEngine) -> None:
+    """The engine's batch has changed: what goes on with the configuration's, as in DeepSpeed."""
+    made, now, loader = BatchSizes.of(engine.settings), engine.batch, engine.training_dataloader
+    if loader is not None and now.micro != made.micro:
+        warn_once(
+            f"the loader of training_data goes on with micro-batches of {made.micro} samples, as in DeepSpeed: take "
+            f"those of {now.micro} from engine.deepspeed_io(dataset, batch_size={now.micro})"
+        )
+    if now.train == made.train:
+        return
+    if "dynamic_batching" in engine.kept:
+        warn_once(
+            f"dynamic_batching scales the rate of each step by the samples of a batch of {made.train} packs, and steps "
+            f"take {now.train} now: these rates are of other batches. Change train_batch_size in the configuration"
+        )
+    elif getattr(loader, "data_sampler", None) is not None:
+        warn_once(
+            f"metrics go on drawing {made.train} samples at each difficulty, as in DeepSpeed, and steps take "
+            f"{now.train} now: difficulties rise by what is drawn, not by steps"
+        )
 
 
 def _written(engine: CoreEngine, *path: str) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from ds_hf import initialize
 from ds_hf.data.batching import batch_by_seqlens
 from ds_hf.engine.parallel.budgets import BudgetLoader
 from ds_hf.errors import ConfigError
+from ds_hf.log import forget_said
+from tests.compression.common import logged
+from tests.engine.parallel.test_sampling import section as metrics_section
 from tests.helpers.distributed import run_distributed
 
 LENGTHS = [int(each) for each in np.random.default_rng(2).integers(3, 20, 61)]
@@ -236,3 +239,35 @@ def test_lengths_that_do_not_fit_and_a_loader_of_a_script(tmp_path: Path) -> Non
     assert found["length"]
     assert found["rate"] is None
     assert ["nothing makes its batches" in line for line in found["untaken"]] == [True]
+
+
+def changed_by_call(folder: str) -> dict[str, list[str]]:
+    """What is told where a script changes the engine's batch, by what chooses the samples."""
+    np.save(f"{folder}/lengths.npy", np.array(LENGTHS))
+    np.save(f"{folder}/hard.npy", np.arange(len(LENGTHS)))
+    budgets = settings(folder, 0)
+    metrics = metrics_section(folder)["data_efficiency"]
+    found = {}
+    for name, data in (("budgets", budgets["data_efficiency"]), ("metrics", metrics), ("order", {})):
+        model = net()
+        given = {**budgets, "data_efficiency": data}
+        engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=given, training_data=Numbers())
+        forget_said()
+        with logged() as told:
+            engine.set_train_batch_size(2 * BATCH)
+            engine.set_train_batch_size(BATCH)
+            engine.set_train_micro_batch_size(3)
+        found[name] = [line.split(" samples")[0] for line in told]
+        engine.destroy()
+    return found
+
+
+def test_a_batch_that_a_script_changes_is_told_where_a_loader_goes_on_with_the_older(tmp_path: Path) -> None:
+    (found,) = run_distributed(changed_by_call, 1, str(tmp_path))
+    micro = "the loader of training_data goes on with micro-batches of 1"
+    rates = "dynamic_batching scales the rate of each step by the"
+    assert found == {
+        "budgets": [rates, micro, rates],
+        "metrics": ["metrics go on drawing 4", micro, "metrics go on drawing 4"],
+        "order": [micro],
+    }
