@@ -9,17 +9,19 @@ and Liger's kernels where they are installed.
 All train LoRA of ``--rank`` on all linear layers of the same bf16 base, from the same seed and on the same tokens, and
 take turns as in ``training.py``, whose loop and tokens these are. *ds_hf* fuses adapters (``ds_hf.fused_lora``),
 *ds_hf-peft* leaves them to PEFT, *ds_hf-chunked* has its loss in chunks too, *ds_hf-captured* its blocks in CUDA
-graphs, *ds_hf-liger* Liger's kernels in the model. *peft* is plain torch as the Trainer runs it: fp32 adapters under
-bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's
-kernels, its fused loss among them; *axolotl* has axolotl's LoRA kernels beside those of Liger. *unsloth* is
-``FastLanguageModel`` of a saved copy of the same base, under bf16 autocast as in its Trainer, its blocks' inputs in
-host memory with ``--checkpointing``; *unsloth-kept* keeps these on the GPU. It changes transformers for its whole
-process, so it is measured in one of its own. Both are found on ``PYTHONPATH``, and need bitsandbytes.
+graphs, *ds_hf-liger* Liger's kernels in the model and *ds_hf-liger-host* the inputs of checkpointed blocks in host
+memory, too. *peft* is plain torch as the Trainer runs it: fp32 adapters under bf16 autocast, torch's fused AdamW;
+*peft-16* has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's kernels, its fused loss among them;
+*axolotl* has axolotl's LoRA kernels beside those of Liger. *unsloth* is ``FastLanguageModel`` of a saved copy of the
+same base, under bf16 autocast as in its Trainer, its blocks' inputs in host memory with ``--checkpointing``;
+*unsloth-kept* keeps these on the GPU. It changes transformers for its whole process, so it is measured in one of its
+own. Both are found on ``PYTHONPATH``, and need bitsandbytes.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
-engine's own blocks, and needs no library; *ds_hf-blocks-long* keeps inputs of checkpointed blocks in host memory and
-computes MLPs and the loss in parts, too. ``--memory 22.5`` lets a process have so many GiB of the GPU. TFLOP/s count
-four operations a parameter and token, as NeMo's table does: forward, and the gradient of the input.
+engine's own blocks, and needs no library, *ds_hf-liger-blocks* Liger's kernels beside them; *ds_hf-blocks-long* keeps
+inputs of checkpointed blocks in host memory and computes MLPs and the loss in parts, too. ``--memory 22.5`` lets a
+process have so many GiB of the GPU. TFLOP/s count four operations a parameter and token, as NeMo's table does: forward,
+and the gradient of the input.
 """
 
 from __future__ import annotations
@@ -288,6 +290,18 @@ class DsHfLiger(DsHf, WithLiger):
         super().free()
 
 
+class DsHfLigerHost(DsHfLiger):
+    """The same with inputs of checkpointed blocks in host memory."""
+
+    sections: ClassVar[dict[str, Any]] = {"activation_checkpointing": {"cpu_checkpointing": True}}
+
+
+class DsHfLigerBlocks(DsHfLiger):
+    """Liger's kernels over a base in the engine's own blocks."""
+
+    blocks = True
+
+
 def variant(name: str, blocks: bool = False, **own: Any) -> type[DsHf]:
     """The engine with other keys."""
     return type(name, (DsHf,), {"own": own, "blocks": blocks})
@@ -299,6 +313,8 @@ ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf-chunked": variant("DsHfChunked", chunked_loss=True),
     "ds_hf-captured": variant("DsHfCaptured", capture="blocks"),
     "ds_hf-liger": DsHfLiger,
+    "ds_hf-liger-host": DsHfLigerHost,
+    "ds_hf-liger-blocks": DsHfLigerBlocks,
     "ds_hf-blocks": variant("DsHfBlocks", blocks=True),
     "ds_hf-blocks-long": type(
         "DsHfBlocksLong",
