@@ -205,7 +205,7 @@ class _Gradient(GradientBuffer):
             param.grad = None
         self.partial = torch.empty(0)
 
-    def reduce(self, *, last: bool = False) -> None:
+    def reduce(self, *, last: bool = False, nothing: bool = False) -> None:
         if self.partial is None:
             self.note(Event.COLLECT)  # takes part with zeros
         self.note(Event.REDUCE)

@@ -550,6 +550,55 @@ def parts_without_gradients() -> None:
             assert not without_gradients(stage, decay, True)
 
 
+def steps_without_backward(stage: int) -> None:
+    """As in torch they leave everything as it is, on any number of processes, and count."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Branches()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
+    wanted = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+    engine = initialize(model=model, config=base_config(stage, optimizer=wanted))[0]
+    for index, trains in enumerate((False, True, False, False, True)):
+        optimizer.zero_grad()
+        if trains:
+            engine.backward(engine(batch(index, rank), True).square().mean())
+            sum(plain(batch(index, r), True).square().mean() / world for r in range(world)).backward()  # type: ignore[union-attr]
+        engine.step()
+        optimizer.step()
+    assert engine.global_steps == 5
+    with GatheredParameters(list(model.parameters())):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.data, theirs.data, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+class Negative(nn.Linear):
+    """Gradients of -0, which are gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * -0.0).sum()
+
+
+def one_process_without_backward() -> None:
+    """Another's gradients count, of whatever sign its zeros are."""
+    model = Negative(8, 8, bias=False)
+    nn.init.ones_(model.weight)
+    wanted = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+    engine = initialize(model=model, config=base_config(0, optimizer=wanted))[0]
+    for mine in (True, dist.get_rank() == 0):
+        if mine:
+            engine.backward(engine(batch(0, 0)))
+        engine.step()
+    torch.testing.assert_close(model.weight.data, torch.full((8, 8), 0.99**2))
+    engine.destroy()
+
+
+def whole_steps_without_gradients() -> None:
+    for stage in (0, 1, 2, 3):
+        steps_without_backward(stage)
+    one_process_without_backward()
+
+
 def every(mine: list[str]) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, mine)
@@ -576,3 +625,7 @@ def test_a_loss_from_before_a_step_that_was_skipped(stage: int, caplog: pytest.L
 @pytest.mark.parametrize("world", [1, 2])
 def test_parts_without_gradients(world: int) -> None:
     run_distributed(parts_without_gradients, world, timeout=60)
+
+
+def test_steps_without_any_backward() -> None:
+    run_distributed(whole_steps_without_gradients, 2, timeout=60)

@@ -115,10 +115,15 @@ class _Sum:
         self._buffer, self._policy, self._comm_stream = buffer, policy, comm_stream
         self._others = buffer.replicas.others(buffer.axis)
 
+    @property
+    def is_made(self) -> bool:
+        """Not, where each rank keeps its own gradients."""
+        return self._reduces is None or self._reduces()
+
     def by_collective(self, unreduced: Callable[[], Tensor], into: _Into) -> Tensor:
         """The sum of what ``unreduced`` gives, ``[numel]``, added to what was summed before; collective."""
         policy = self._policy
-        if self._reduces is not None and not self._reduces():
+        if not self.is_made:
             own = policy.scale_before * policy.scale_after * self._buffer.axis.world_size
             return into.add(unreduced() if own == 1 else unreduced().mul_(own))
         reads_at_once = into.before is not None or into.hook is not None or not into.storage.adds_in_place
@@ -191,6 +196,7 @@ class GradientBuffer:
         self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks, reduces)
         self.feedback = blocks if blocks is not None and blocks.has_feedback else None  # of sums in blocks
         self.hook: Hook | None = None  # of the user, for each reduced gradient
+        self.marks = False  # that all ranks hold the same hangs on who has nothing being right
         self.lent = False  # backward writes gradients to memory that the next one overwrites
         self.ready: set[int] = set()
         self.idle: set[int] = set()  # parameters that are frozen in the present call of the model ...
@@ -275,6 +281,17 @@ class GradientBuffer:
     @property
     def empty(self) -> bool:
         return not self.has_partial and self._owned is None and not self.ready
+
+    @property
+    def untouched(self) -> bool:
+        """Nobody gave a parameter a gradient since the last step."""
+        return self.empty and all(param.grad is None for param in self.buffer.params)
+
+    @property
+    def came_from_nobody(self) -> bool:
+        """The sum is of processes that all had ``nothing``."""
+        owned = self.settled()
+        return owned is None or (self._sum.is_made and bool((owned.signbit() & (owned == 0)).all()))
 
     @property
     def shown(self) -> bool:
@@ -413,14 +430,21 @@ class GradientBuffer:
         return flat
 
     @_no_grad
-    def reduce(self, *, last: bool = False) -> None:
+    def reduce(self, *, last: bool = False, nothing: bool = False) -> None:
         """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing, which
-        a rank that is alone does when it is the ``last`` chance before the step."""
+        a rank that is alone does when it is the ``last`` chance before the step.
+
+        Args:
+            nothing: of no buffer there is anything here. The zeros are negative then, and so is their sum where that
+                is so on all ranks, for -0 + 0 is 0: who has nothing learns whether anyone has, and no one is asked.
+        """
         if not self.has_partial:
             if self.alone and not last:
                 return
             with self.comm_stream:
                 self._partial = self.buffer.layout.empty(self.dtype, self.buffer.device, missing=True)
+                if nothing:
+                    self._partial.neg_()
         if not self.buffer.sharded:
             self.buffer.gather()  # an update that was not waited for may still read the last gradient where it is
         taken, self._taken = self._taken, []
@@ -430,6 +454,8 @@ class GradientBuffer:
                 if taken:
                     self._partial = self._together(taken)
                     taken.clear()  # before more memory is taken
+                if self.marks and not nothing and self._partial is not None:
+                    self._partial[:1].add_(0.0)  # -0.0 becomes 0.0: there is something, whatever the gradient
                 self._owned = self._sum.by_collective(self._unreduced, into)
             else:
                 flat = None if taken else self._unreduced()

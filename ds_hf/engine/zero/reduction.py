@@ -125,6 +125,7 @@ class Reducer:
         self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
         for buffer in self.buffers:
             buffer.lent = self._lent
+            buffer.marks = buffer in self._whole[:1]
 
     def lend(self) -> None:
         """From now on backward writes gradients to memory that the next one overwrites (CUDA graphs)."""
@@ -387,7 +388,7 @@ class Reducer:
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
         what users wrote into ``param.grad``. Where processes train together, a buffer without any gradient has zeros,
-        those that one process alone holds (experts) as all others.
+        those that one process alone holds (experts) as all others; where no process has any, there is none, as on one.
 
         Raises:
             DsHfError: they wrote it where it was sharded by then.
@@ -395,6 +396,7 @@ class Reducer:
         self.shown = False
         buffers = [*self._inside, *self._tied]
         together = not all(buffer.alone for buffer in buffers)
+        nothing = together and all(buffer.untouched for buffer in buffers)
         for buffer in buffers:
             if buffer.shown and not buffer.ready:
                 buffer.take_back()
@@ -403,7 +405,9 @@ class Reducer:
                 buffer.pick_up()
                 buffer.collect()
             if buffer.has_partial or (not buffer.has_reduced and together and not buffer.sleeps):
-                buffer.reduce(last=True)
+                buffer.reduce(last=True, nothing=nothing)
+        if nothing and all(buffer.came_from_nobody for buffer in buffers):
+            self.clear()
 
     def clear(self) -> None:
         """Drop all gradients."""
