@@ -225,10 +225,16 @@ class Reducer:
             _by_hand.discard(self)
 
     def await_backward(self, loss: Tensor) -> None:
-        """``loss``, ``[]`` of any dtype, carries the loss scale; that counts when its backward begins, if it does."""
+        """``loss``, ``[]`` of any dtype, carries the loss scale; that counts when its backward begins, if it does, and
+        until it is over, whatever it reached."""
+        at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+
+        def end() -> None:
+            self.scaled = False
 
         def begin(_: Tensor) -> None:
             self.scaled = True
+            at_the_end(lambda: at_the_end(end))  # after what ends the backwards of engines, which reads it
 
         loss.register_hook(begin)  # type: ignore[no-untyped-call]
 

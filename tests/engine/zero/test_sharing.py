@@ -358,6 +358,16 @@ def a_scaled_loss_that_trains_nothing(stage: int) -> None:
         with pytest.raises(DsHfError, match="Loss scaling is required"):
             outputs.float().pow(2).mean().backward()
 
+    elsewhere = torch.ones(3, requires_grad=True)  # of no engine
+    outputs, unscaled = other(batch), scaled(batch).float()
+    torch.autograd.grad(scaled.scale(elsewhere.sum()), elsewhere)
+    outputs.pow(2).mean().backward()
+    other.step()
+    assert other.get_global_grad_norm() == pytest.approx(wanted, rel=1e-5)
+    scaled.scale(elsewhere.sum()).backward()
+    with pytest.raises(DsHfError, match="Loss scaling is required"):
+        unscaled.pow(2).mean().backward()
+
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_scaled_loss_that_trains_nothing_is_forgotten(stage: int) -> None:
