@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ds_hf.engine.zero.building import opening
 from ds_hf.engine.zero.cut import is_cut
@@ -26,12 +27,12 @@ __all__ = ["wrap_corda", "wrap_eva", "wrap_loading", "wrap_tokens", "wrap_tuners
 def wrap_tuners(module: ModuleType) -> None:
     """Hook of ``peft.tuners.tuners_utils``."""
     wrap(module, "BaseTuner.__init__", _with_whole_weights)  # some look at all weights before they put adapters in
-    wrap(module, "BaseTuner.inject_adapter", _with_whole_weights)
+    wrap(module, "BaseTuner.inject_adapter", _into_whole_layers)
 
 
 def wrap_loading(module: ModuleType) -> None:
     """Hook of ``peft.utils.save_and_load``: of an adapter from a file, ``modules_to_save`` are copies in shards."""
-    wrap(module, "set_peft_model_state_dict", _with_whole_weights)
+    wrap(module, "set_peft_model_state_dict", _into_whole_adapters)
     wrap(module, "get_peft_model_state_dict", _whole_alone)
 
 
@@ -56,6 +57,39 @@ def _with_whole_weights(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ..
         return wrapped(*args, **kwargs)
 
 
+def _into_whole_layers(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An adapter that comes when processes divide a layer would be as large as the whole layer, or as the part."""
+    found = _with_whole_weights(wrapped, _, args, kwargs)
+    given = dict(zip(("model", "adapter_name"), args, strict=False)) | kwargs
+    for name, module in given["model"].named_modules():
+        if not any(map(_is_divided, getattr(module, "base_layer", nn.Module()).parameters())):
+            continue
+        mine = [param for key, param in module.named_parameters() if given["adapter_name"] in key.split(".")]
+        if mine and not any(map(_is_divided, mine)):
+            raise DsHfError(
+                f"the adapter {given['adapter_name']!r} came to {name}, which processes divide since initialize(): "
+                "call add_adapter() or load_adapter() before initialize()"
+            )
+    return found
+
+
+def _into_whole_adapters(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a file, whose weights are whole."""
+    given = dict(zip(("model", "peft_model_state_dict", "adapter_name"), args, strict=False)) | kwargs
+    adapter = given.get("adapter_name", "default")
+    for name, param in given["model"].named_parameters():
+        if _is_divided(param) and adapter in name.split("."):
+            raise DsHfError(
+                f"processes divide {name} since initialize(), and whole weights do not fit: load the adapter "
+                f"{adapter!r} before initialize(), or resume from a checkpoint of the engine"
+            )
+    return _with_whole_weights(wrapped, _, args, kwargs)
+
+
+def _is_divided(param: nn.Parameter) -> bool:
+    return is_cut(param) or expert_processes(param) > 1
+
+
 def _whole_alone(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An adapter of a layer that processes divide would be written in parts. What others than the first get is not
     looked at: whole weights are given to that one alone."""
@@ -65,7 +99,7 @@ def _whole_alone(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwa
         return found
     added = re.compile(rf"\.modules_to_save(?=\.)|\.{re.escape(given.get('adapter_name', 'default'))}(?=\.|$)")
     for name, param in given["model"].named_parameters():
-        if (is_cut(param) or expert_processes(param) > 1) and added.sub("", name) in found:
+        if _is_divided(param) and added.sub("", name) in found:
             raise DsHfError(
                 f"PEFT would write the part of {name} that this process has, as if it were the whole: call "
                 "engine._consolidated_16bit_state_dict() on all processes, or accelerator.get_state_dict(engine), and "

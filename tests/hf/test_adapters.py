@@ -14,10 +14,15 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_hf
 from ds_hf.engine.zero.at_rest import Released
+from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 
 TARGETS = ["q_proj", "down_proj"]
+SHAPE = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True,
+)  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "LoHa": {"r": 2},  # takes the shape of the weight
     "Delora": {"r": 2},  # its norms
@@ -96,12 +101,7 @@ def train_both(folder: str, methods: list[str], saved: str) -> dict[str, tuple[f
 
 def test_methods_that_read_weights_at_stage_3(tmp_path: Path) -> None:
     torch.manual_seed(2)
-    shape = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    shape.tie_word_embeddings = True
-    model = LlamaForCausalLM(shape)
+    model = LlamaForCausalLM(SHAPE)
     model.save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=TARGETS, **LORA["loaded"])
     adapter = peft.get_peft_model(model, lora)
@@ -115,3 +115,31 @@ def test_methods_that_read_weights_at_stage_3(tmp_path: Path) -> None:
         for method, (loss, weights) in found.items():
             assert loss == pytest.approx(0, abs=2e-6), method
             assert weights == pytest.approx(0, abs=2e-6), method
+
+
+def adapters_that_come_late(saved: str) -> list[str]:
+    """What is said where processes divide the layers by then."""
+    model = peft.PeftModel.from_pretrained(LlamaForCausalLM(SHAPE), saved, is_trainable=True)
+    settings = {**base_config(2), "tensor_parallel": {"autotp_size": 2}}
+    engine = ds_hf.initialize(model=model, config=settings)[0]
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=TARGETS)
+    told = []
+    for late in (
+        lambda: model.load_adapter(saved, "default"),
+        lambda: model.load_adapter(saved, "later"),
+        lambda: model.add_adapter("new", lora),
+    ):
+        with pytest.raises(DsHfError) as caught:
+            late()
+        told.append(str(caught.value))
+    engine.destroy()
+    return told
+
+
+def test_an_adapter_for_layers_that_processes_divide_comes_before_the_engine(tmp_path: Path) -> None:
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=TARGETS)
+    peft.get_peft_model(LlamaForCausalLM(SHAPE), lora).save_pretrained(tmp_path)
+    for same, other, new in run_distributed(adapters_that_come_late, 2, str(tmp_path)):
+        assert "load the adapter 'default' before initialize()" in same
+        assert "the adapter 'later' came to model.layers.0.self_attn.q_proj, which processes divide" in other
+        assert "the adapter 'new' came to" in new
