@@ -20,9 +20,20 @@ from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
 from ds_hf.deepspeed_api.pipeline import layer_files
 from ds_hf.deepspeed_api.pipeline.transformers_files import WHERE, load, shell
 from ds_hf.engine.comm.mesh import compute_device
-from ds_hf.engine.parallel.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
+from ds_hf.engine.parallel.pipeline.holes import (
+    PLAN,
+    Skip,
+    Swapped,
+    is_tied,
+    keep_shared,
+    layers_of,
+    parts_of,
+    tie,
+    with_holes,
+)
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
+from ds_hf.engine.zero.planning import tell_common_memory
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 
@@ -182,6 +193,7 @@ class TransformersPipeline(PipelineModule):
         folded: bool = False,
     ) -> None:
         model, folder = shell(model_or_config)
+        tell_common_memory(model)  # what two stages have cannot be told by either
         base, head = parts_of(model)
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             raise ConfigError(
@@ -234,6 +246,8 @@ class TransformersPipeline(PipelineModule):
         base.layers, base.norm = with_holes(blocks, norm, here)
         if not embeds:
             base.embed_tokens = Skip()
+        elif 0 not in here and head is not None:
+            keep_shared(base.embed_tokens, getattr(model, head))
         for name, child in model.named_children():
             self.add_module(name, child)
         self._no_split_modules = sorted(getattr(model, "_no_split_modules", None) or ())
@@ -267,7 +281,7 @@ class TransformersPipeline(PipelineModule):
                 for each in module.modules():
                     self._model._init_weights(each)
         if ties and self._head is not None:
-            getattr(self._model, self._head).weight = self._base.embed_tokens.weight
+            tie(self._base.embed_tokens, getattr(self._model, self._head))
         if self._folder is not None:
             load(self, self._folder, self._model.base_model_prefix)
 

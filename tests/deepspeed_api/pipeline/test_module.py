@@ -201,6 +201,57 @@ def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     assert "give a model, a configuration, or a folder of transformers, not Linear" in other
 
 
+ADAPTED: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "copied": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+def adapted_model(kind: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(4)
+    config = LoraConfig(r=2, init_lora_weights="modules_to_save" in ADAPTED[kind], **ADAPTED[kind])
+    return get_peft_model(model_of("Llama", True), config).get_base_model()
+
+
+def adapted_stages(kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """Losses of each kind, and the weights that a process has."""
+    found = {}
+    for kind in kinds:
+        module = PipelineModule.from_transformers(adapted_model(kind), 2)
+        optimizer = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO, "gradient_clipping": 0.0}
+        engine, *_ = initialize(model=module, config=config, optimizer=optimizer)
+        losses = [float(engine.train_batch(iter([module.pair_of(item) for item in items]))) for items in data()]
+        found[kind] = {"losses": losses, **{name: param.detach().clone() for name, param in module.named_parameters()}}
+    return found
+
+
+def test_adapters_of_tied_ends_train_as_in_the_whole() -> None:
+    """The last stage has the embedding for its weight alone: an adapter of it there stayed as it was in the beginning;
+    one of the head was a KeyError."""
+    ranks = run_distributed(adapted_stages, 2, list(ADAPTED), timeout=60)
+    for kind in ADAPTED:
+        model = adapted_model(kind)
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+        for step, items in enumerate(data()):
+            loss = sum(model(**item, use_cache=False).loss for item in items) / MICRO
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for found in ranks:
+                assert found[kind]["losses"][step] == pytest.approx(loss.item(), rel=1e-5)
+        wanted = dict(model.named_parameters())
+        assert wanted.keys() == {name for found in ranks for name in found[kind]} - {"losses"}
+        for found in ranks:
+            for name, value in found[kind].items():
+                if name != "losses":
+                    torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-4, atol=1e-6)
+
+
 class Stack(PipelineModule):
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers  # before torch's own __init__, as plain values may be

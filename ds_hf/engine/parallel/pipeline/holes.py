@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_hf.errors import ConfigError
 
-__all__ = ["PLAN", "Skip", "Swapped", "is_tied", "layers_of", "parts_of", "with_holes"]
+__all__ = ["PLAN", "Skip", "Swapped", "is_tied", "keep_shared", "layers_of", "parts_of", "tie", "with_holes"]
 
 PLAN = ("embed_tokens", "layers", "norm")  # of most decoders
 _WHERE = "PipelineModule.from_transformers(...)"
@@ -71,6 +71,25 @@ def is_tied(model: Any, head: str) -> bool:
     if embedding is output:
         return True
     return bool(embedding.is_meta and model.config.get_text_config().tie_word_embeddings)
+
+
+def tie(embedding: Any, head: Any) -> None:
+    """The head computes with the embedding's weight, which making values may have taken apart.
+
+    Adapters around them hold it in a layer inside, and where they do it was never apart: they come with a model.
+    """
+    if head.weight is not embedding.weight:
+        head.weight = embedding.weight
+
+
+def keep_shared(embedding: nn.Module, head: nn.Module) -> None:
+    """Of an embedding that is here for the head alone: an adapter of it would stay as it was, under a name that trains
+    on the first stage."""
+    shared = {id(param) for param in (*head.parameters(), getattr(embedding, "weight", None))}
+    for module in embedding.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) not in shared:
+                delattr(module, name)
 
 
 def with_holes(blocks: list[nn.Module], norm: nn.Module, here: Collection[int]) -> tuple[nn.ModuleList, nn.Module]:
