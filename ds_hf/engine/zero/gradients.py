@@ -289,8 +289,8 @@ class GradientBuffer:
 
     @property
     def came_from_nobody(self) -> bool:
-        """The sum is of processes that all had ``nothing``. Sums in blocks, and by copies between GPUs, have no negative
-        zeros: there it is not known, and zeros are trained on."""
+        """The sum is of processes that all had ``nothing``. Sums in blocks, and by copies between GPUs, have no
+        negative zeros: there it is not known, and zeros are trained on."""
         owned = self.settled()
         return owned is None or (self._sum.is_made and bool((owned.signbit() & (owned == 0)).all()))
 
