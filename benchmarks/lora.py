@@ -69,9 +69,9 @@ def to_four_bits(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear) and name != "lm_head":
-                found = bnb.nn.Linear4bit(
-                    layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-                )
+                sizes = layer.in_features, layer.out_features
+                with torch.device("meta"):  # numbers that are drawn for a 4096 x 14336 matrix take the CPU a while
+                    found = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
                 found.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
                 setattr(module, name, found.to(layer.weight.device))
                 layer.weight = None  # type: ignore[assignment]

@@ -48,23 +48,33 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) gate(const _
   }
 }
 
-// other: gradients of what gate gave, [rows, width]; out: those of x, [rows, 2 * width]
-extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) gate_backward(const __grid_constant__ Rows a) {
+// What gate gave is silu(gates) * ups, rows of `width` that begin `stride` apart in these and in their gradients; grad
+// has them side by side, and gets that product in the gradient's place if it is asked for.
+struct Gate {
+  const void *gates, *ups;
+  void *of_gates, *of_ups, *grad;
+  i64 rows, width, stride, product;
+};
+
+extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) gate_backward(const __grid_constant__ Gate a) {
   const i64 chunks = (a.width + EACH - 1) / EACH, all = a.rows * chunks;
   for (i64 at = (i64)blockIdx.x * DS_THREADS + threadIdx.x; at < all; at += (i64)gridDim.x * DS_THREADS) {
     const i64 row = at / chunks, column = at % chunks * EACH, valid = a.width - column;
-    const i64 place = row * 2 * a.width + column;
+    const i64 place = row * a.stride + column;
+    raw* const of_product = (raw*)a.grad + row * a.width + column;
     float g[EACH], u[EACH], grad[EACH];
-    get<Value>(g, (const raw*)a.x + place, valid);
-    get<Value>(u, (const raw*)a.x + place + a.width, valid);
-    get<Value>(grad, (const raw*)a.other + row * a.width + column, valid);
+    get<Value>(g, (const raw*)a.gates + place, valid);
+    get<Value>(u, (const raw*)a.ups + place, valid);
+    get<Value>(grad, of_product, valid);
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-      const float s = sigmoid(g[k]), of_silu = rounded(grad[k] * u[k]);
-      u[k] = grad[k] * rounded(g[k] * s);
+      const float s = sigmoid(g[k]), silu = rounded(g[k] * s), of_silu = rounded(grad[k] * u[k]), up = u[k];
+      u[k] = grad[k] * silu;
+      grad[k] = silu * up;
       g[k] = of_silu * s * (1.0f + g[k] * (1.0f - s));
     }
-    set<Value>((raw*)a.out + place, g, valid);
-    set<Value>((raw*)a.out + place + a.width, u, valid);
+    set<Value>((raw*)a.of_gates + place, g, valid);
+    set<Value>((raw*)a.of_ups + place, u, valid);
+    if (a.product) set<Value>(of_product, grad, valid);
   }
 }

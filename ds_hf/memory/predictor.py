@@ -239,6 +239,7 @@ class Predictor:
             tiled_mlp=own.tiled_mlp,
             chunked_loss=chunks_loss(own.chunked_loss, self._model),
             gathers_logits=settings.tensor_parallel.vocab_parallel_lm_head is False,
+            fuses_adapters=own.fused_lora and not (own.compile or own.capture),
         )
         if own.compile and own.tiled_mlp is None and settings.sequence_parallel_size == 1:  # else graphs break inside
             sharding = dataclasses.replace(sharding, compiled=True, budget=own.activation_memory_budget)

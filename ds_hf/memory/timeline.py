@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.modules.adapters import FusedAdapters
 from ds_hf.engine.modules.compiling import blocks_of
 from ds_hf.engine.modules.tiling.models import ChunkedLoss, PartialLoss, TiledMlps
 from ds_hf.engine.ops.triton_launches import launching_nothing
@@ -76,6 +77,7 @@ class Sharding:
         tiled_mlp, chunked_loss: as in the configuration (``engine.tiling``).
         gathers_logits: of a head that is cut (``vocab_parallel_lm_head: false``).
         compiled: blocks are compiled, under ``budget`` (``ds_hf.activation_memory_budget``).
+        fuses_adapters: adapters are computed together (``ds_hf.fused_lora``).
     """
 
     parameters: bool
@@ -90,6 +92,7 @@ class Sharding:
     gathers_logits: bool = False
     compiled: bool = False
     budget: float | None = None
+    fuses_adapters: bool = False
 
     @property
     def units(self) -> UnitPolicy:
@@ -247,6 +250,7 @@ def record(
     offload = offload_of(model, tracker) if sharding.offloads else None
     tiled = _tile(model, sharding)
     compiled = [CompiledBlocks(blocks_of(units, model), sharding.budget)] if sharding.compiled else []
+    adapters = FusedAdapters(model, counts=True) if sharding.fuses_adapters else None
     timeline.note(Event.START, -1, tracker.live)
     try:
         with tracker, launching_nothing():
@@ -265,6 +269,8 @@ def record(
     finally:
         for handle in (*compiled, *tiled, *([offload] if offload is not None else [])):
             handle.remove()
+        if adapters is not None:
+            adapters.close()
         hooks.remove()
         for handle in labels:
             handle.remove()

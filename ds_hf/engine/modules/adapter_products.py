@@ -6,7 +6,9 @@ gradient goes.
 The input is kept once, by whatever number of layers and adapters; the small products are one where nothing is drawn
 between (``A`` of all layers stacked); what an adapter adds goes onto the product of the base, and each layer's part of
 the input's gradient onto that of the others, without a tensor between. Weights of few bits become values for the one
-product, in either direction. All of this is called by the host for each layer of a model, so it makes few calls.
+product, in either direction. Where the input is ``silu(gate) * up`` of an MLP, those two are kept in its place, and
+its gradient goes to them at once: nothing keeps the product, nor what silu gave. All of this is called by the host for
+each layer of a model, so it makes few calls.
 
 Invariant: a backward that makes a graph differentiates the plain formula, so derivatives of any order are there.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ds_hf.engine.ops.rows import halves_backward
 from ds_hf.errors import DsHfError
 
 __all__ = ["Operands", "SharedCall", "WeightSource", "adapted_products"]
@@ -71,15 +74,28 @@ class Operands(NamedTuple):
         return Operands(*(flat[start : start + n] for start in range(0, len(flat), n)))
 
 
-def adapted_products(call: SharedCall, x: Tensor, layers: Operands) -> tuple[Tensor, ...]:
-    """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``, of ``x``: ``[..., inputs]`` in ``call.dtype``."""
-    found: tuple[Tensor, ...] = _Products.apply(call, x, *chain.from_iterable(layers))  # type: ignore[no-untyped-call]
+def adapted_products(
+    call: SharedCall, x: Tensor, layers: Operands, halves: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``, of ``x``: ``[..., inputs]`` in ``call.dtype``.
+
+    Args:
+        halves: gate and up, of the shape and dtype of ``x``, where ``x`` is ``silu(gate) * up``, it goes to one layer
+            whose ``A`` trains, and none of it is dropped.
+    """
+    given = (x, None, None) if halves is None else (x.detach(), *halves)
+    found: tuple[Tensor, ...] = _Products.apply(call, *given, *chain.from_iterable(layers))  # type: ignore[no-untyped-call]
     return found
+
+
+_BEFORE = 4  # what _Products is given before the operands
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: SharedCall, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: SharedCall, x: Tensor, gate: Tensor | None, up: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         layers = Operands.of(tensors)
         hidden = _hidden(call, _rows(x), layers)
@@ -101,7 +117,8 @@ class _Products(torch.autograd.Function):
                 out = out if bias is None else out.add_(bias)
             outs.append(out)
         ctx.call, ctx.shape = call, x.shape
-        ctx.save_for_backward(x if _reads_input(layers) else None, *hidden, *scaled, *tensors)
+        kept = x if gate is None and _reads_input(layers) else None
+        ctx.save_for_backward(kept, gate, up, *hidden, *scaled, *tensors)
         return tuple(outs)
 
     @staticmethod
@@ -111,18 +128,20 @@ class _Products(torch.autograd.Function):
         device = next((grad.device.type for grad in grads if grad is not None), None)
         if device is None:
             return (None,) * len(ctx.needs_input_grad)
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):  # dtypes are those of forward
                 return None, *_gradients(ctx, grads)
         return None, *_gradients(ctx, grads)
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Of the input and of all operands."""
+    """Of the input, of the two that stand for it, and of all operands."""
     call: SharedCall = ctx.call
-    x, hidden, scaled, layers = _saved(ctx, len(grads))
-    count, needed = len(grads), Operands.of(ctx.needs_input_grad[2:])
-    found: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
+    (x, gate, up), hidden, scaled, layers = _saved(ctx, len(grads))
+    of_gate: Tensor | None = None
+    of_up: Tensor | None = None
+    count, needed = len(grads), Operands.of(ctx.needs_input_grad[_BEFORE:])
+    found: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _BEFORE)
     of_bias, of_first, of_second = count, 2 * count, 3 * count
     total: Tensor | None = None
     inner: list[Tensor] = []  # gradients of what A gave
@@ -136,7 +155,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             if needed.magnitudes[index]:
                 found[5 * count + index] = (grad * whole).sum(0).div_(norm)
             grad = grad * (magnitude / norm)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] or gate is not None:
             values = call.sources[index].values(layers.weights[index], call.dtype)
             total = torch.mm(grad, values) if total is None else total.addmm_(grad, values)
         grad, second = _cast(grad, call.small), layers.seconds[index]
@@ -146,18 +165,21 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             found[of_second + index] = _cast(part, second.dtype)
     if all(layers.dropped[index] is None for index in used):
         joined = inner[0] if len(used) == 1 else torch.cat(inner, 1)
+        if total is not None:
+            _add(total, joined, _stacked([layers.firsts[index] for index in used], call.small))
+        if gate is not None and up is not None and total is not None:
+            of_gate, of_up, x = halves_backward(total, _rows(gate), _rows(up))
+            total, of_gate, of_up = None, of_gate.view(ctx.shape), of_up.view(ctx.shape)
         if any(needed.firsts[index] for index in used):
             whole = torch.mm(joined.t(), _cast(_rows(x), call.small))
             parts = [whole] if len(used) == 1 else torch.split(whole, [each.shape[1] for each in inner])
             for index, part in zip(used, parts, strict=True):
                 if needed.firsts[index]:
                     found[of_first + index] = _cast(part, layers.firsts[index].dtype)
-        if total is not None:
-            _add(total, joined, _stacked([layers.firsts[index] for index in used], call.small))
     else:
         for index, part in zip(used, inner, strict=True):
             _through_dropout(call, ctx.shape, x, layers, needed, found, total, index, part)
-    return [None if total is None else total.view(ctx.shape), *found]
+    return [None if total is None else total.view(ctx.shape), of_gate, of_up, *found]
 
 
 def _through_dropout(
@@ -184,18 +206,22 @@ def _through_dropout(
 
 def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients that are functions of the inputs and of ``grads``: for penalties on gradients."""
-    x, _, _, layers = _saved(ctx, len(grads))
-    if x is None and any(dropped is None for dropped in layers.dropped):
+    (x, gate, up), _, _, layers = _saved(ctx, len(grads))
+    if x is None and gate is None and any(dropped is None for dropped in layers.dropped):
         raise DsHfError(
             "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, which keep "
             'no input for it: set "ds_hf": {"fused_lora": false}'
         )
-    if x is None:  # adapters read what dropout left, and the base's product has a gradient that x is not in
+    if (
+        x is None and gate is None
+    ):  # adapters read what dropout left, and the base's product has a gradient that x is not in
         zeros = layers.dropped[0].new_zeros(ctx.shape, dtype=ctx.call.dtype)
         x = zeros.requires_grad_(ctx.needs_input_grad[1])
-    given, needed = [x, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]
+    given, needed = [x, gate, up, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]
     inputs = [each.view_as(each) if needs else each for each, needs in zip(given, needed, strict=True)]
-    outs = plain_products(ctx.call, inputs[0], Operands.of(inputs[1:]))
+    read, gate, up = inputs[: _BEFORE - 1]
+    read = read if gate is None else F.silu(gate) * up
+    outs = plain_products(ctx.call, read, Operands.of(inputs[_BEFORE - 1 :]))
     asked = [index for index, needs in enumerate(needed) if needs]
     used = [index for index, grad in enumerate(grads) if grad is not None]
     found: list[Tensor | None] = [None] * len(given)
@@ -233,14 +259,17 @@ def _norm(values: Tensor, first: Tensor, second: Tensor, scaling: float) -> Tens
     return norm
 
 
-def _saved(ctx: Any, count: int) -> tuple[Tensor | None, list[Tensor], dict[int, tuple[Tensor, Tensor]], Operands]:
-    """The input, what A gave, of the layers with DoRA what was multiplied and the norms, and the operands."""
-    x, *rest = ctx.saved_tensors
-    operands = len(ctx.needs_input_grad) - 2
+def _saved(
+    ctx: Any, count: int
+) -> tuple[list[Tensor | None], list[Tensor], dict[int, tuple[Tensor, Tensor]], Operands]:
+    """The input or the two that stand for it, what A gave, of the layers with DoRA what was multiplied and the norms,
+    and the operands."""
+    x, gate, up, *rest = ctx.saved_tensors
+    operands = len(ctx.needs_input_grad) - _BEFORE
     layers = Operands.of(rest[len(rest) - operands :])
     pairs = iter(rest[count : len(rest) - operands])
     scaled = {i: (next(pairs), next(pairs)) for i, each in enumerate(layers.magnitudes) if each is not None}
-    return x, rest[:count], scaled, layers
+    return [x, gate, up], rest[:count], scaled, layers
 
 
 def _reads_input(layers: Operands) -> bool:

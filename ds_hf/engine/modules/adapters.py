@@ -2,8 +2,10 @@
 
 The model and PEFT stay as they are. ``forward`` of each layer has a stand-in for as long as the engine lives: the first
 of a family that is called computes those after it as well (``adapter_products.py``), and they hand out what is there
-when they are called with the very same tensor. Whether a layer is plain LoRA at all is looked at in each call, so what
-PEFT or the user changes (merged or disabled adapters, another one, hooks, what trains) finds PEFT's own ``forward``.
+when they are called with the very same tensor. What an MLP gives its last layer is not kept where autograd's graph says
+that it is ``silu`` of what one layer just gave, times what another gave (``gated.py``). Whether a layer is plain LoRA
+at all is looked at in each call, so what PEFT or the user changes (merged or disabled adapters, another one, hooks,
+what trains) finds PEFT's own ``forward``.
 
 Invariants
 - What is handed out was computed of the tensor, weights, scaling and modes that the call has; else it is dropped.
@@ -29,6 +31,7 @@ from torch.utils._device import DeviceContext
 from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
 from ds_hf.engine.modules.compiling import StandIn
+from ds_hf.engine.modules.gated import Half, is_gated
 from ds_hf.engine.modules.quantized.layers import QuantizedWeight, computes_blocks
 from ds_hf.engine.zero.at_rest import use
 from ds_hf.engine.zero.packed import is_packed
@@ -52,6 +55,7 @@ _FAMILIES = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _CROSS = ("cross", "encoder_attn", "encdec")  # their queries are of another input
 _LAYERS = ("Linear", "Linear4bit")  # PEFT's, by name: peft need not be there
 _REPLACED = "its forward was replaced"
@@ -120,6 +124,9 @@ class AdaptedLayer:
 
     Attributes:
         after: those of its family that are called after it.
+        halves: the layers whose product is its input, ``is_half``: it is one of those, ``made``: what it gave last.
+        beside: what is in the MLP with it, whose hooks may see what is not to be kept.
+        counts: memory is predicted, and operations are watched for that.
         missed: what it computed for those was of no use to one of them.
         said: reasons that were told, of all layers.
     """
@@ -132,6 +139,10 @@ class AdaptedLayer:
         self.method = type(module).forward
         self.read, self.is_quantized = read, read is not _whole and read is not _whole_transposed
         self.after: list[AdaptedLayer] = []
+        self.halves: tuple[AdaptedLayer, AdaptedLayer] | None = None
+        self.is_half = self.counts = False
+        self.beside: tuple[nn.Module, ...] = ()
+        self.made: Half | None = None
         self.missed = False
         self.ready: _Ready | None = None
         self.kept: Tensor | None = None
@@ -149,26 +160,39 @@ class AdaptedLayer:
 
     def forget(self) -> None:
         """What a forward or backward that ended early has left."""
-        self.ready = self.kept = None
+        self.ready = self.kept = self.made = None
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler sees PEFT's operations, and fuses them itself
             return self.own(x, *args, **kwargs)
+        halves = None if self.halves is None else self._take(*self.halves)
         ready, self.ready = self.ready, None
         known = ready is not None and ready.x is x
-        terms = None if args or kwargs or not (known or _is_plain(x)) else self.terms()
+        terms = None if args or kwargs or not (known or self.counts or _is_plain(x)) else self.terms()
         modes = None if terms is None else self.modes(x, terms)
         if terms is None or modes is None:
             return self.own(x, *args, **kwargs)
         if ready is not None:
             if known and ready.modes == modes and ready.terms.same(terms) and ready.states == terms.states():
-                return ready.out
+                return self._handed(ready.out)
             self.missed = self.missed or not in_backward()
-        return self._compute(x, terms, modes)
+        return self._handed(self._compute(x, terms, modes, halves))
 
-    def _compute(self, x: Tensor, terms: _Terms, modes: _Modes) -> Tensor:
+    def _handed(self, out: Tensor) -> Tensor:
+        if self.is_half and out.requires_grad:
+            self.made = Half.of(out)
+        return out
+
+    @staticmethod
+    def _take(gate: AdaptedLayer, up: AdaptedLayer) -> tuple[Half, Half] | None:
+        """What both have given; they hold it no longer."""
+        found = gate.made, up.made
+        gate.made = up.made = None
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def _compute(self, x: Tensor, terms: _Terms, modes: _Modes, halves: tuple[Half, Half] | None) -> Tensor:
         layers, of_each = [self], [terms]
         for layer in self.after:
             if layer.ready is not None and not in_backward():
@@ -188,15 +212,27 @@ class AdaptedLayer:
         _, weights, biases, firsts, seconds, _, _, magnitudes = zip(*of_each, strict=True)
         operands = Operands(weights, biases, firsts, seconds, dropped, magnitudes)
         use(chain(weights, biases, firsts, seconds, magnitudes))
-        outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
+        outs = adapted_products(
+            call, x if x.dtype is dtype else x.to(dtype), operands, self._both(x, terms, dtype, halves)
+        )
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
             layer.ready = _Ready(x, modes, each, each.states(), out)
         return outs[0]
 
+    def _both(
+        self, x: Tensor, terms: _Terms, dtype: torch.dtype, halves: tuple[Half, Half] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Gate and up, where their product is the input, and A alone asks for it."""
+        if halves is None or self.after or terms.dropout is not None or not terms.first.requires_grad:
+            return None
+        if x.dtype is not dtype or any(each._forward_hooks or each._forward_pre_hooks for each in self.beside):
+            return None
+        return (halves[0].out, halves[1].out) if is_gated(x, *halves) else None
+
     def modes(self, x: Tensor, terms: _Terms) -> _Modes | None:
         """``None`` where dtypes are for PEFT."""
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if not x.is_meta and torch.is_autocast_enabled(kind):
             cast = torch.get_autocast_dtype(kind)
             if x.dtype not in _CAST_BY_AUTOCAST or cast not in _CAST_BY_AUTOCAST:
                 return None
@@ -375,11 +411,14 @@ def _reader(base: Any) -> Callable[..., Tensor] | str:
 class FusedAdapters(Observer):
     """The stand-ins of one engine.
 
+    Args:
+        counts: memory is predicted, of tensors without values.
+
     Attributes:
         layers: those with a stand-in. left: why others have none, and how many.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, counts: bool = False) -> None:
         self.layers: list[AdaptedLayer] = []
         self.left: Counter[str] = Counter()
         self._said: set[str] = set()
@@ -393,7 +432,13 @@ class FusedAdapters(Observer):
                 for place, layer in enumerate(together):
                     width = layer.module.in_features  # keys of another width are of another input
                     layer.after = [each for each in together[place + 1 :] if each.module.in_features == width]
+            for family in _GATED:
+                if all(key in by_child for key in family):
+                    gate, up, last = (by_child[key] for key in family)
+                    last.halves, last.beside = (gate, up), tuple(module.children())
+                    gate.is_half = up.is_half = True
         for layer in self.layers:
+            layer.counts = counts
             layer.module.__dict__["forward"] = StandIn(layer.module, "forward", layer)
 
     def _layer(self, name: str, module: nn.Module) -> AdaptedLayer | None:

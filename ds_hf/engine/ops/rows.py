@@ -1,5 +1,5 @@
-"""Rows added up by lists, and the gate between the two products of experts: kernels of ``csrc/cuda/rows.cu``, and
-torch's operators where those cannot run (the CPU, fp64, tensors without values).
+"""Rows added up by lists, and the gate between the products of experts and of MLPs: kernels of ``csrc/cuda/rows.cu``,
+and torch's operators where those cannot run (the CPU, fp64, tensors without values).
 
 Nothing here is differentiable, nothing waits for the GPU.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_uint64
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from ds_hf.engine.ops import cuda, cuda_launch
 from ds_hf.engine.ops.cuda_launch import KernelMachine, Tuning, dtype_number
 
-__all__ = ["add_up", "gate", "gate_backward"]
+__all__ = ["add_up", "gate", "gate_backward", "halves_backward"]
 
 TUNING = Tuning(threads=256, blocks=4)
 _WAVES = 8  # blocks launched, over those that the GPU holds at once
@@ -26,6 +27,13 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, c_uint64) for name in ("x", "other", "out", "items", "starts")),
         *((name, c_int64) for name in ("rows", "total", "width")),
+    )
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        *((name, c_uint64) for name in ("gates", "ups", "of_gates", "of_ups", "grad")),
+        *((name, c_int64) for name in ("rows", "width", "stride", "product")),
     )
 
 
@@ -62,9 +70,24 @@ def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
         gates, ups = x.chunk(2, -1)
         of_gates = torch.ops.aten.silu_backward(grad * ups, gates)
         return torch.cat([of_gates, grad * F.silu(gates)], -1)
-    out = torch.empty_like(x)
-    _launch("gate_backward", x, out, other=grad.data_ptr(), rows=len(x), width=grad.shape[1])
+    out, width = torch.empty_like(x), grad.shape[1]
+    _launch_gate(grad, x, x[:, width:], out, out[:, width:], stride=2 * width, product=0)
     return out
+
+
+def halves_backward(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``gates`` and ``ups``, and ``silu(gates) * ups`` again, which may have the memory of ``grad``.
+
+    Args:
+        grad: of that product; nobody reads it afterwards. All are ``[rows, width]``, contiguous, of one dtype.
+    """
+    if not _by_kernel(grad) or not len(grad):
+        silu = F.silu(gates)
+        of_gates = torch.ops.aten.silu_backward(grad * ups, gates)
+        return of_gates, grad * silu, silu * ups
+    of_gates, of_ups = torch.empty_like(grad), torch.empty_like(grad)
+    _launch_gate(grad, gates, ups, of_gates, of_ups, stride=grad.shape[1], product=1)
+    return of_gates, of_ups, grad
 
 
 def _by_kernel(x: Tensor) -> bool:
@@ -73,8 +96,18 @@ def _by_kernel(x: Tensor) -> bool:
 
 
 def _launch(name: str, x: Tensor, out: Tensor, **more: int) -> None:
+    _start(name, x, _Rows(x=x.data_ptr(), out=out.data_ptr(), **more))
+
+
+def _launch_gate(
+    grad: Tensor, gates: Tensor, ups: Tensor, of_gates: Tensor, of_ups: Tensor, stride: int, product: int
+) -> None:
+    places = (tensor.data_ptr() for tensor in (gates, ups, of_gates, of_ups, grad))
+    _start("gate_backward", grad, _Gate(*places, *grad.shape, stride, product))
+
+
+def _start(name: str, x: Tensor, args: Any) -> None:
     machine: KernelMachine = cuda_launch.machine_of(x)
     kernel = machine.kernel("rows.cu", name, (*TUNING.macros, ("DS_VALUE", dtype_number([x]))))
-    args = _Rows(x=x.data_ptr(), out=out.data_ptr(), **more)
     wanted = -(-(args.rows * -(-args.width // 8)) // TUNING.threads)
     machine.launch(kernel, min(wanted, machine.multiprocessors * TUNING.blocks * _WAVES), TUNING.threads, [args])

@@ -61,6 +61,22 @@ def test_the_gate_and_its_gradient(
     torch.testing.assert_close(rows.gate_backward(grad, x.detach()), x.grad, rtol=close / 10, atol=close / 10)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 16, 40])
+def test_halves_that_lie_apart(emulated: Any, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients as of one tensor with both, and the product again: by kernels to the bit."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(5, 2 * width, generator=generator).mul(3).to(dtype)
+    grad = torch.randn(5, width, generator=generator).to(dtype)
+    both = [half.contiguous() for half in x.chunk(2, -1)]
+    for kernel in (True, False):
+        monkeypatch.setattr(rows, "_by_kernel", lambda x, kernel=kernel: kernel)
+        wanted = [*rows.gate_backward(grad, x).chunk(2, -1), rows.gate(x)]
+        found = rows.halves_backward(grad.clone(), *both)
+        for mine, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0 if kernel else 1e-6, atol=0 if kernel else 1e-6)
+
+
 @pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 def test_cuda_compiles_and_spills_nothing() -> None:
     for value in (0, 1, 2):
