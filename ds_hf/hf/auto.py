@@ -28,8 +28,10 @@ from ds_hf.host import available_memory, local_world_size
 from ds_hf.log import logger
 
 __all__ = [
+    "ALONE",
     "Memory",
     "PresetChoice",
+    "Shared",
     "adapts",
     "apply_preset",
     "choose",
@@ -40,6 +42,7 @@ __all__ = [
     "model_on_command_line",
     "precision",
     "say",
+    "shared_by",
     "sixteen_bits",
     "wrap_integration",
 ]
@@ -58,6 +61,17 @@ class Memory:
 
     device: int
     host: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How many processes share each layer, and each sequence."""
+
+    layers: int = 1
+    sequences: int = 1
+
+
+ALONE = Shared()
 
 
 @dataclass(frozen=True)
@@ -149,11 +163,14 @@ def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
     world_size = process_group.get_world_size() if process_group.is_initialized() else 1
     accumulates = arguments.gradient_accumulation_steps > 1
     offload = has_accelerator()  # elsewhere host and device are the same memory
-    choice = choose(size, memory, world_size, dtype=dtype, accumulates=accumulates, offload=offload)
+    shared = shared_by(arguments)
+    part = ModelSize(*(-(-count // shared.layers) for count in (size.total, size.trainable, size.largest_unit)))
+    holders = max(world_size // shared.layers, 1)
+    choice = choose(part, memory, holders, dtype=dtype, accumulates=accumulates, offload=offload)
     apply_preset(arguments.deepspeed_plugin, hf_config, choice.preset)
     arguments.deepspeed_plugin.ds_hf_choice = choice
     if not process_group.is_initialized() or process_group.get_rank() == 0:
-        sys.stderr.write(_report(choice, size, memory, world_size, dtype) + "\n")
+        sys.stderr.write(_report(choice, size, memory, world_size, dtype, shared) + "\n")
 
 
 def say(text: str) -> None:
@@ -176,6 +193,12 @@ def apply_preset(plugin: Any, hf_config: Any, name: str) -> None:
     plugin.offload_optimizer_device = hf_config.get_value("zero_optimization.offload_optimizer.device", "none")
     plugin.offload_param_device = hf_config.get_value("zero_optimization.offload_param.device", "none")
     plugin.zero3_init_flag = hf_config.is_zero3()
+
+
+def shared_by(arguments: Any) -> Shared:
+    """What the arguments' ``ParallelismConfig`` says, the only place where a run without a file says it."""
+    given = getattr(arguments, "parallelism_config", None)
+    return Shared(getattr(given, "tp_size", None) or 1, getattr(given, "sp_size", None) or 1)
 
 
 def sixteen_bits(arguments: Any) -> str:
@@ -216,11 +239,13 @@ def free_device_memory() -> Memory:
     return Memory(int(free[0]), int(free[1]))
 
 
-def _report(choice: PresetChoice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:
+def _report(choice: PresetChoice, size: ModelSize, memory: Memory, world_size: int, dtype: str, shared: Shared) -> str:
     room = STATES_SHARE * memory.device
     why = "the smallest that fits" if choice.fits else "NOTHING FITS, this one comes nearest"
     total, trainable = (f"{count / 1e6:,.1f} M" for count in (size.total, size.trainable))
     processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    for count, what in ((shared.layers, "layer"), (shared.sequences, "sequence")):
+        processes += f", {count} to a {what}" if count > 1 else ""
     lines = [
         f"ds_hf: --deepspeed auto takes {choice.preset}: {why}",
         f"  model: {total} parameters ({trainable} trainable), {dtype}, {processes}",

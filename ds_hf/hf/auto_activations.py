@@ -22,8 +22,19 @@ from ds_hf.config.presets import preset
 from ds_hf.engine.comm import process_group
 from ds_hf.engine.observe.probes.trial.survey import is_checkpointing
 from ds_hf.hf.accelerate_state import has_accelerator
-from ds_hf.hf.auto import CANDIDATES, apply_preset, free_device_memory, gib, precision, say, sixteen_bits
-from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
+from ds_hf.hf.auto import (
+    ALONE,
+    CANDIDATES,
+    Shared,
+    apply_preset,
+    free_device_memory,
+    gib,
+    precision,
+    say,
+    shared_by,
+    sixteen_bits,
+)
+from ds_hf.memory import Predictor, UnpredictableError, Workload
 
 __all__ = [
     "KEPT",
@@ -79,24 +90,26 @@ def settle_activations(trainer: Any, lengths: Lengths | None, reason: str) -> bo
         say(f"activations are not looked at: {reason}")
         return False
     arguments, plugin = trainer.args, trainer.args.deepspeed_plugin
-    micro = arguments.per_device_train_batch_size
+    micro, shared = arguments.per_device_train_batch_size, shared_by(arguments)
+    longest = -(-lengths.most // shared.sequences) * shared.sequences  # collators pad to what divides
     try:
         found = fit(
             trainer.model,
             plugin.ds_hf_choice.preset,
-            Workload(micro_batch=micro, seq_len=lengths.most),
+            Workload(micro_batch=micro, seq_len=longest),
             room=_room(trainer.model),
             processes=process_group.get_world_size() if process_group.is_initialized() else 1,
             dtype=sixteen_bits(arguments),
             accumulates=arguments.gradient_accumulation_steps > 1,
             offload=has_accelerator(),
             recomputed=bool(arguments.gradient_checkpointing) or is_checkpointing(trainer.model),
+            shared=shared,
         )
     except UnpredictableError as error:
         say(f"activations are not looked at: {error}")
         return False
     _apply(trainer, found)
-    say(_report(found, f"{micro} x {lengths.most} tokens"))
+    say(_report(found, f"{micro} x {longest} tokens"))
     return found.activations == KEPT
 
 
@@ -111,11 +124,13 @@ def fit(
     accumulates: bool,
     offload: bool,
     recomputed: bool,
+    shared: Shared = ALONE,
 ) -> ActivationChoice:
     """The first way of those from ``smallest`` on whose peak is at most ``FILL`` of ``room`` bytes, or the least.
 
     Args:
         recomputed: the user asked for gradient checkpointing.
+        shared: what several of ``processes`` compute together.
 
     Raises:
         UnpredictableError: the model does not run without values.
@@ -129,9 +144,8 @@ def fit(
             predictors[again] = Predictor(
                 model, Workload(workload.micro_batch, workload.seq_len, gradient_checkpointing=checkpointing)
             )
-        found = _predicted(
-            predictors[again], name, activations, workload.micro_batch, processes, dtype, accumulates, room
-        )
+        config = _settings(name, activations, workload.micro_batch, dtype, accumulates, shared)
+        found = predictors[again].predict(config, world_size=processes, device_memory=room)
         # without an accelerator there is nothing but tensors: no context of CUDA, no caching allocator
         needs[name, activations] = found.device_total if has_accelerator() else found.device_peak
         if needs[name, activations] <= FILL * room:
@@ -155,18 +169,17 @@ def _ways(smallest: str, model: Any, *, offload: bool, recomputed: bool) -> Iter
         yield from ((name, kind) for name in presets if "offload" in name)
 
 
-def _predicted(
-    predictor: Predictor, name: str, activations: str, micro: int, processes: int, dtype: str, several: bool, room: int
-) -> Prediction:
-    config = {
+def _settings(name: str, activations: str, micro: int, dtype: str, several: bool, shared: Shared) -> dict[str, Any]:
+    return {
         **preset(name),
         **precision(dtype),
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1 + several,
         "train_batch_size": "auto",
         "activation_checkpointing": {"cpu_checkpointing": activations == OFFLOADED},
+        "tensor_parallel": {"autotp_size": shared.layers if shared.layers > 1 else 0},
+        "sequence_parallel_size": shared.sequences,
     }
-    return predictor.predict(config, world_size=processes, device_memory=room)
 
 
 def _apply(trainer: Any, found: ActivationChoice) -> None:

@@ -21,7 +21,7 @@ from ds_hf.engine.comm import process_group
 from ds_hf.engine.modules.compiling import computes_with_liger
 from ds_hf.engine.observe.model_flops import ModelFlops, matrix_rate
 from ds_hf.hf.accelerate_state import has_accelerator
-from ds_hf.hf.auto import say, sixteen_bits
+from ds_hf.hf.auto import say, shared_by, sixteen_bits
 from ds_hf.hf.auto_activations import Lengths, lengths_of, over_ranks, settle_activations
 
 __all__ = ["blocks_pay", "settle_computation"]
@@ -67,8 +67,10 @@ def _way(trainer: Any, steps: int, lengths: Lengths | None) -> tuple[str, str] |
     model, dtype = trainer.model, getattr(torch, sixteen_bits(arguments))
     micro, times = arguments.per_device_train_batch_size, steps * arguments.gradient_accumulation_steps
     each = ModelFlops.of(model).of_step(micro * lengths.mean, micro) / (REACHED * matrix_rate(arguments.device, dtype))
-    same = lengths.least == lengths.most and not arguments.gradient_checkpointing
-    each = over_ranks(round(1e9 * each), process_group.ReduceOp.MAX) / 1e9  # a rate that is not listed was measured
+    shared = shared_by(arguments)
+    together = shared.layers * shared.sequences  # blocks of several processes are not captured
+    same = lengths.least == lengths.most and not arguments.gradient_checkpointing and together == 1
+    each = over_ranks(round(1e9 * each / together), process_group.ReduceOp.MAX) / 1e9  # of a rate that was measured
     return blocks_pay(each, times, _layers(model), same=bool(over_ranks(same, process_group.ReduceOp.MIN)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import ParallelismConfig
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -50,7 +51,7 @@ def test_host_memory_bounds_offload_and_nothing_fits_is_said() -> None:
     memory = Memory(10 * GIB, 10 * GIB)
     choice = choose(SEVEN_B, memory, 1, dtype="bfloat16", accumulates=False, offload=True)
     assert (choice.preset, choice.fits) == ("zero3-offload", False)
-    assert "NOTHING FITS" in auto._report(choice, SEVEN_B, memory, 1, "bfloat16")
+    assert "NOTHING FITS" in auto._report(choice, SEVEN_B, memory, 1, "bfloat16", auto.ALONE)
 
 
 def test_no_offload_where_host_and_device_are_the_same_memory() -> None:
@@ -120,6 +121,26 @@ def test_decided_when_the_trainer_has_its_model(
     assert "--deepspeed auto takes zero0" in capsys.readouterr().err
     arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 10)
     assert "auto takes" not in capsys.readouterr().err  # said once
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [({}, False), ({"tp_size": 2}, True)])
+def test_a_process_has_its_part_of_shared_layers(
+    sizes: dict[str, int],
+    fits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """16 bytes x 1 M are more than 70 % of 16 MiB, half of them are less."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(auto, "free_device_memory", lambda: free(16))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
+    arguments.parallelism_config = ParallelismConfig(**sizes)
+    arguments.hf_deepspeed_config.trainer_config_finalize(arguments, torch.nn.Linear(1000, 1000, bias=False), 10)
+    assert arguments.deepspeed_plugin.ds_hf_choice.fits is fits
+    printed = capsys.readouterr().err
+    assert ("2 to a layer" in printed) is fits
+    assert ("--deepspeed auto takes zero0: the smallest that fits" in printed) is fits
 
 
 def test_all_of_transformers_knows_what_was_decided_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,19 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import ParallelismConfig
 from torch.utils.data import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ds_hf.hf import auto, auto_activations
 from ds_hf.hf.auto_activations import FILL, KEPT, OFFLOADED, RECOMPUTED, ActivationChoice, Lengths, fit
-from ds_hf.memory import Workload
+from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 
 LENGTH = 128
@@ -55,6 +57,33 @@ def test_from_the_stage_that_was_chosen_on_and_no_less_than_the_user_asked_for()
     assert {name for name, _ in found(0, "zero3", offload=False).needs} == {"zero3"}
     assert {kind for _, kind in found(0, recomputed=True, offload=False).needs} == {RECOMPUTED}
     assert {kind for _, kind in found(0, offload=False).needs} == {KEPT, RECOMPUTED}
+
+
+@pytest.mark.parametrize(("sizes", "config"), [
+    ({"sp_size": 2, "sp_backend": "deepspeed"}, {"sequence_parallel_size": 2}),
+    ({"tp_size": 2}, {"tensor_parallel": {"autotp_size": 2}}),
+])  # fmt: skip
+def test_a_process_has_its_part_of_shared_sequences_and_layers(
+    sizes: dict[str, Any], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for what ``ds-hf memory`` predicts of the part, where the whole had to be computed again."""
+    model, said = model_of(), list[str]()
+    file = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, **config}
+    predictor = Predictor(model, Workload(8, LENGTH))
+    need = predictor.predict(file, world_size=2, device_memory=2**40).device_peak
+    monkeypatch.setattr(auto_activations, "_room", lambda model: int(need / FILL) + 1)
+    monkeypatch.setattr(auto_activations, "say", said.append)
+    monkeypatch.setattr(auto_activations.process_group, "is_initialized", lambda: True)
+    monkeypatch.setattr(auto_activations.process_group, "get_world_size", lambda: 2)
+    plugin = SimpleNamespace(ds_hf_choice=SimpleNamespace(preset="zero0"), hf_ds_config=SimpleNamespace(config={}))
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
+    arguments = SimpleNamespace(
+        deepspeed_plugin=plugin, bf16=False, fp16=False, **settings, parallelism_config=ParallelismConfig(**sizes)
+    )
+    trainer = SimpleNamespace(model=model, args=arguments)
+    assert auto_activations.settle_activations(trainer, Lengths(1, 1, LENGTH - 1 if "sp_size" in sizes else LENGTH), "")
+    assert said[0].startswith(f"activations of 8 x {LENGTH} tokens are kept: the first that fits (predicted on the ")
+    assert "zero0 kept" in said[0]
 
 
 def test_a_model_that_cannot_be_checkpointed() -> None:

@@ -93,6 +93,7 @@ def test_small_blocks_of_one_shape_are_captured(said: list[str], monkeypatch: py
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     others = [
         Trainer(model, UNEQUAL), Trainer(model, EQUAL, gradient_checkpointing=True), Trainer(model, EQUAL, kept=False),
+        Trainer(model, EQUAL, parallelism_config=SimpleNamespace(tp_size=2, sp_size=1)),
     ]  # fmt: skip
     for other in others:
         settle_computation(other, 10)
