@@ -48,8 +48,36 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) gate(const _
   }
 }
 
-// What gate gave is silu(gates) * ups, rows of `width` that begin `stride` apart in these and in their gradients; grad
-// has them side by side, and gets that product in the gradient's place if it is asked for.
+// ---- the gradients of act(gates) * ups; DS_GATE: act is silu (0), gelu (1), or gelu by tanh (2), as torch computes them
+#ifndef DS_GATE
+#define DS_GATE 0
+#endif
+constexpr float ROOT_2_OVER_PI = 0.79788456f, ROOT_HALF = 0.70710678f, CUBED = 0.044715f;
+
+__device__ __forceinline__ float tanh_of(float x) { return tanhf(ROOT_2_OVER_PI * (x + CUBED * (x * x * x))); }
+
+__device__ __forceinline__ float act(float x) {
+  if (DS_GATE == 0) return x * sigmoid(x);
+  if (DS_GATE == 1) return x * 0.5f * (1.0f + erff(x * ROOT_HALF));
+  return 0.5f * x * (1.0f + tanh_of(x));
+}
+
+// grad: of act(x)
+__device__ __forceinline__ float act_backward(float grad, float x) {
+  if (DS_GATE == 0) {
+    const float s = sigmoid(x);
+    return grad * s * (1.0f + x * (1.0f - s));
+  }
+  if (DS_GATE == 1) {
+    const float density = expf(-0.5f * x * x) * (0.5f * ROOT_2_OVER_PI);
+    return grad * (0.5f * (1.0f + erff(x * ROOT_HALF)) + x * density);
+  }
+  const float t = tanh_of(x), slope = ROOT_2_OVER_PI * (1.0f + 3.0f * CUBED * (x * x));
+  return grad * (0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * slope);
+}
+
+// Rows of `width` begin `stride` apart in gates and ups and in their gradients; grad has them side by side, and gets
+// act(gates) * ups in the gradient's place if that product is asked for.
 struct Gate {
   const void *gates, *ups;
   void *of_gates, *of_ups, *grad;
@@ -68,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) gate_backwar
     get<Value>(grad, of_product, valid);
 #pragma unroll
     for (u32 k = 0; k < EACH; ++k) {
-      const float s = sigmoid(g[k]), silu = rounded(g[k] * s), of_silu = rounded(grad[k] * u[k]), up = u[k];
-      u[k] = grad[k] * silu;
-      grad[k] = silu * up;
-      g[k] = of_silu * s * (1.0f + g[k] * (1.0f - s));
+      const float value = rounded(act(g[k])), of_act = rounded(grad[k] * u[k]), up = u[k];
+      u[k] = grad[k] * value;
+      grad[k] = value * up;
+      g[k] = act_backward(of_act, g[k]);
     }
     set<Value>((raw*)a.of_gates + place, g, valid);
     set<Value>((raw*)a.of_ups + place, u, valid);

@@ -6,8 +6,8 @@ gradient goes.
 The input is kept once, by whatever number of layers and adapters; the small products are one where nothing is drawn
 between (``A`` of all layers stacked); what an adapter adds goes onto the product of the base, and each layer's part of
 the input's gradient onto that of the others, without a tensor between. Weights of few bits become values for the one
-product, in either direction. Where the input is ``silu(gate) * up`` of an MLP, those two are kept in its place, and
-its gradient goes to them at once: nothing keeps the product, nor what silu gave. All of this is called by the host for
+product, in either direction. Where the input is ``act(gate) * up`` of an MLP, those two are kept in its place, and its
+gradient goes to them at once: nothing keeps the product, nor what ``act`` gave. All of this is called by the host for
 each layer of a model, so it makes few calls.
 
 Invariant: a backward that makes a graph differentiates the plain formula, so derivatives of any order are there.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_hf.engine.ops.rows import halves_backward
+from ds_hf.engine.ops.rows import Activation, activation, halves_backward
 from ds_hf.errors import DsHfError
 
 __all__ = ["Operands", "SharedCall", "WeightSource", "adapted_products"]
@@ -47,6 +47,7 @@ class SharedCall(NamedTuple):
         dtype: of the input, the bases' products and the outputs.
         small: in which the adapters compute.
         again: the call is a recomputation.
+        act: of ``act(gate) * up``, where that is the input.
     """
 
     sources: Sequence[WeightSource]
@@ -54,6 +55,7 @@ class SharedCall(NamedTuple):
     dtype: torch.dtype
     small: torch.dtype
     again: bool
+    act: Activation = "silu"
 
 
 class Operands(NamedTuple):
@@ -80,7 +82,7 @@ def adapted_products(
     """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``, of ``x``: ``[..., inputs]`` in ``call.dtype``.
 
     Args:
-        halves: gate and up, of the shape and dtype of ``x``, where ``x`` is ``silu(gate) * up``, it goes to one layer
+        halves: gate and up, of the shape and dtype of ``x``, where ``x`` is ``call.act(gate) * up``, goes to one layer
             whose ``A`` trains, and none of it is dropped.
     """
     given = (x, None, None) if halves is None else (x.detach(), *halves)
@@ -168,7 +170,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if total is not None:
             _add(total, joined, _stacked([layers.firsts[index] for index in used], call.small))
         if gate is not None and up is not None and total is not None:
-            of_gate, of_up, x = halves_backward(total, _rows(gate), _rows(up))
+            of_gate, of_up, x = halves_backward(total, _rows(gate), _rows(up), call.act)
             total, of_gate, of_up = None, of_gate.view(ctx.shape), of_up.view(ctx.shape)
         if any(needed.firsts[index] for index in used):
             whole = torch.mm(joined.t(), _cast(_rows(x), call.small))
@@ -220,7 +222,7 @@ def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | N
     given, needed = [x, gate, up, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]
     inputs = [each.view_as(each) if needs else each for each, needs in zip(given, needed, strict=True)]
     read, gate, up = inputs[: _BEFORE - 1]
-    read = read if gate is None else F.silu(gate) * up
+    read = read if gate is None else activation(ctx.call.act, gate) * up
     outs = plain_products(ctx.call, read, Operands.of(inputs[_BEFORE - 1 :]))
     asked = [index for index, needs in enumerate(needed) if needs]
     used = [index for index, grad in enumerate(grads) if grad is not None]

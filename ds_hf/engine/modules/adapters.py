@@ -3,9 +3,9 @@
 The model and PEFT stay as they are. ``forward`` of each layer has a stand-in for as long as the engine lives: the first
 of a family that is called computes those after it as well (``adapter_products.py``), and they hand out what is there
 when they are called with the very same tensor. What an MLP gives its last layer is not kept where autograd's graph says
-that it is ``silu`` of what one layer just gave, times what another gave (``gated.py``). Whether a layer is plain LoRA
-at all is looked at in each call, so what PEFT or the user changes (merged or disabled adapters, another one, hooks,
-what trains) finds PEFT's own ``forward``.
+that it is ``silu`` or ``gelu`` of what one layer just gave, times what another gave (``gated.py``). Whether a layer is
+plain LoRA at all is looked at in each call, so what PEFT or the user changes (merged or disabled adapters, another one,
+hooks, what trains) finds PEFT's own ``forward``.
 
 Invariants
 - What is handed out was computed of the tensor, weights, scaling and modes that the call has; else it is dropped.
@@ -31,8 +31,9 @@ from torch.utils._device import DeviceContext
 from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
 from ds_hf.engine.modules.compiling import StandIn
-from ds_hf.engine.modules.gated import Half, is_gated
+from ds_hf.engine.modules.gated import Half, activation_between
 from ds_hf.engine.modules.quantized.layers import QuantizedWeight, computes_blocks
+from ds_hf.engine.ops.rows import Activation
 from ds_hf.engine.zero.at_rest import use
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.unit import in_backward
@@ -212,22 +213,23 @@ class AdaptedLayer:
         _, weights, biases, firsts, seconds, _, _, magnitudes = zip(*of_each, strict=True)
         operands = Operands(weights, biases, firsts, seconds, dropped, magnitudes)
         use(chain(weights, biases, firsts, seconds, magnitudes))
-        outs = adapted_products(
-            call, x if x.dtype is dtype else x.to(dtype), operands, self._both(x, terms, dtype, halves)
-        )
+        act = None if halves is None or x.dtype is not dtype else self._act(x, terms, *halves)
+        if halves is not None and act is not None:
+            both, call = (halves[0].out, halves[1].out), call._replace(act=act)
+            outs = adapted_products(call, x, operands, both)
+        else:
+            outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
             layer.ready = _Ready(x, modes, each, each.states(), out)
         return outs[0]
 
-    def _both(
-        self, x: Tensor, terms: _Terms, dtype: torch.dtype, halves: tuple[Half, Half] | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Gate and up, where their product is the input, and A alone asks for it."""
-        if halves is None or self.after or terms.dropout is not None or not terms.first.requires_grad:
+    def _act(self, x: Tensor, terms: _Terms, gate: Half, up: Half) -> Activation | None:
+        """Of the gate, where the input is its product with up, and A alone asks for it."""
+        if self.after or terms.dropout is not None or not terms.first.requires_grad:
             return None
-        if x.dtype is not dtype or any(each._forward_hooks or each._forward_pre_hooks for each in self.beside):
+        if any(each._forward_hooks or each._forward_pre_hooks for each in self.beside):
             return None
-        return (halves[0].out, halves[1].out) if is_gated(x, *halves) else None
+        return activation_between(x, gate, up)
 
     def modes(self, x: Tensor, terms: _Terms) -> _Modes | None:
         """``None`` where dtypes are for PEFT."""

@@ -1,6 +1,6 @@
-"""Whether a tensor is ``silu(gate) * up``, by what autograd's graph says of it: then these two tell its values.
+"""Whether a tensor is ``act(gate) * up``, by what autograd's graph says of it: then these two tell its values.
 
-Torch's own operations are known, and Liger's function, which does both. What has hooks is used in other ways, too.
+Torch's own operations are known, and Liger's functions, which do both. What has hooks is used in other ways, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Half", "is_gated"]
+from ds_hf.engine.ops.rows import Activation
+
+__all__ = ["Half", "activation_between"]
+
+_LIGER: dict[str, Activation] = {
+    "LigerSiLUMulFunctionBackward": "silu",
+    "LigerGELUMulFunctionBackward": "gelu_tanh",
+}
 
 
 class Half(NamedTuple):
@@ -28,26 +35,33 @@ class Half(NamedTuple):
         return self.out._version == self.version and (self.out.grad_fn, self.out.output_nr) == self.edge
 
 
-def is_gated(x: Tensor, gate: Half, up: Half) -> bool:
-    """Whether ``x`` is ``silu(gate) * up`` and nothing else asks for its gradient or keeps its values elsewhere.
+def activation_between(x: Tensor, gate: Half, up: Half) -> Activation | None:
+    """``act`` where ``x`` is ``act(gate) * up`` and nothing else asks for its gradient or keeps its values elsewhere.
 
     Where saved tensors go through hooks (checkpointed blocks, activations in host memory) it is not looked at: what the
     first operation has saved went through them already.
     """
     node = x.grad_fn
     if node is None or x._backward_hooks or x.retains_grad or x._version:
-        return False
+        return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return False
+        return None
     for half in (gate, up):
         if half.out.shape != x.shape or half.out.dtype is not x.dtype or not half.is_as_it_was():
-            return False
+            return None
     edges: Any = node.next_functions
-    name = node.name()
-    if name == "LigerSiLUMulFunctionBackward":
-        own: Any = node
-        scales = getattr(own, "gate_multiplier", 1.0), getattr(own, "down_multiplier", 1.0)
-        return scales == (1.0, 1.0) and edges[:2] == (gate.edge, up.edge)
-    if name != "MulBackward0" or len(edges) != 2 or edges[0][0] is None or edges[0][0].name() != "SiluBackward0":
-        return False
-    return bool(edges[1] == up.edge and edges[0][0].next_functions[0] == gate.edge)
+    if (act := _LIGER.get(node.name())) is not None:
+        scales = (getattr(node, name, 1.0) for name in ("gate_multiplier", "down_multiplier"))
+        return act if edges[:2] == (gate.edge, up.edge) and all(scale == 1.0 for scale in scales) else None
+    if node.name() != "MulBackward0" or len(edges) != 2 or edges[0][0] is None or edges[1] != up.edge:
+        return None
+    act = _of(edges[0][0])
+    return act if act is not None and edges[0][0].next_functions[0] == gate.edge else None
+
+
+def _of(node: Any) -> Activation | None:
+    if node.name() == "SiluBackward0":
+        return "silu"
+    if node.name() == "GeluBackward0":
+        return "gelu_tanh" if node._saved_approximate == "tanh" else "gelu"
+    return None

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_uint64
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ds_hf.engine.ops import cuda, cuda_launch
+from ds_hf.engine.ops.cuda_build import Macros
 from ds_hf.engine.ops.cuda_launch import KernelMachine, Tuning, dtype_number
 
-__all__ = ["add_up", "gate", "gate_backward", "halves_backward"]
+__all__ = ["Activation", "activation", "add_up", "gate", "gate_backward", "halves_backward"]
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 TUNING = Tuning(threads=256, blocks=4)
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}  # torch's names
 _WAVES = 8  # blocks launched, over those that the GPU holds at once
 
 
@@ -75,18 +79,26 @@ def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def halves_backward(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``gates`` and ``ups``, and ``silu(gates) * ups`` again, which may have the memory of ``grad``.
+def activation(act: Activation, x: Tensor) -> Tensor:
+    """``act(x)``, of any shape and dtype."""
+    return F.silu(x) if act == "silu" else F.gelu(x, approximate=_APPROXIMATE[act])
+
+
+def halves_backward(grad: Tensor, gates: Tensor, ups: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``gates`` and ``ups``, and ``act(gates) * ups`` again, which may have the memory of ``grad``.
 
     Args:
         grad: of that product; nobody reads it afterwards. All are ``[rows, width]``, contiguous, of one dtype.
     """
     if not _by_kernel(grad) or not len(grad):
-        silu = F.silu(gates)
-        of_gates = torch.ops.aten.silu_backward(grad * ups, gates)
-        return of_gates, grad * silu, silu * ups
+        value, of_act = activation(act, gates), grad * ups
+        if act == "silu":
+            of_gates = torch.ops.aten.silu_backward(of_act, gates)
+        else:
+            of_gates = torch.ops.aten.gelu_backward(of_act, gates, approximate=_APPROXIMATE[act])
+        return of_gates, grad * value, value * ups
     of_gates, of_ups = torch.empty_like(grad), torch.empty_like(grad)
-    _launch_gate(grad, gates, ups, of_gates, of_ups, stride=grad.shape[1], product=1)
+    _launch_gate(grad, gates, ups, of_gates, of_ups, stride=grad.shape[1], product=1, act=act)
     return of_gates, of_ups, grad
 
 
@@ -100,14 +112,22 @@ def _launch(name: str, x: Tensor, out: Tensor, **more: int) -> None:
 
 
 def _launch_gate(
-    grad: Tensor, gates: Tensor, ups: Tensor, of_gates: Tensor, of_ups: Tensor, stride: int, product: int
+    grad: Tensor,
+    gates: Tensor,
+    ups: Tensor,
+    of_gates: Tensor,
+    of_ups: Tensor,
+    stride: int,
+    product: int,
+    act: Activation = "silu",
 ) -> None:
     places = (tensor.data_ptr() for tensor in (gates, ups, of_gates, of_ups, grad))
-    _start("gate_backward", grad, _Gate(*places, *grad.shape, stride, product))
+    args = _Gate(*places, *grad.shape, stride, product)
+    _start("gate_backward", grad, args, () if act == "silu" else (("DS_GATE", 1 + (act == "gelu_tanh")),))
 
 
-def _start(name: str, x: Tensor, args: Any) -> None:
+def _start(name: str, x: Tensor, args: Any, own: Macros = ()) -> None:
     machine: KernelMachine = cuda_launch.machine_of(x)
-    kernel = machine.kernel("rows.cu", name, (*TUNING.macros, ("DS_VALUE", dtype_number([x]))))
+    kernel = machine.kernel("rows.cu", name, (*TUNING.macros, ("DS_VALUE", dtype_number([x])), *own))
     wanted = -(-(args.rows * -(-args.width // 8)) // TUNING.threads)
     machine.launch(kernel, min(wanted, machine.multiprocessors * TUNING.blocks * _WAVES), TUNING.threads, [args])

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_hf.engine.modules import adapter_products
-from ds_hf.engine.modules.gated import Half, is_gated
-from tests.engine.modules.test_adapters import assert_alike, assert_same_step, fuse, gradients, ids, loss_of, make
+from ds_hf.engine.modules.gated import Half, activation_between
+from tests.engine.modules.test_adapters import (
+    assert_alike,
+    assert_same_step,
+    fuse,
+    gradients,
+    ids,
+    loss_of,
+    make,
+    of_gradients,
+)
 
 LAYERS = 2
 
@@ -25,9 +34,9 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the gradient went to gate and up at once."""
     calls: list[int] = []
 
-    def counted(grad: Tensor, gate: Tensor, up: Tensor) -> Any:
+    def counted(grad: Tensor, gate: Tensor, up: Tensor, act: Any) -> Any:
         calls.append(len(grad))
-        return own(grad, gate, up)
+        return own(grad, gate, up, act)
 
     own = adapter_products.halves_backward
     monkeypatch.setattr(adapter_products, "halves_backward", counted)
@@ -42,6 +51,22 @@ def mlps(net: Any) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_numbers_are_those_of_peft(halves: list[int], options: dict[str, Any], dtype: torch.dtype) -> None:
     assert_same_step(make(dtype=dtype, **options), 1e-12 if dtype is torch.float64 else 1e-4)
+    assert halves == [24] * LAYERS
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.GELU("tanh")])
+def test_other_activations(halves: list[int], act: nn.Module) -> None:
+    model = make(dtype=torch.float64)
+    for mlp in mlps(model):
+        mlp.act_fn = act
+    assert_same_step(model, 1e-12)
+    plain = copy.deepcopy(model)
+    assert_same_step(plain, 1e-12, of_gradients)
+    assert halves == [24] * LAYERS * 2  # of which the latter are of the loss that is differentiated again
+
+
+def test_gemma(halves: list[int]) -> None:
+    assert_same_step(make("gemma2", torch.float64), 1e-12)
     assert halves == [24] * LAYERS
 
 
@@ -95,9 +120,9 @@ def _frozen(net: Any) -> None:
         mlp.down_proj.lora_A["default"].weight.requires_grad_(False)
 
 
-def _gelu(net: Any) -> None:
+def _tanh(net: Any) -> None:
     for mlp in mlps(net):
-        mlp.act_fn = nn.GELU()
+        mlp.act_fn = nn.Tanh()
 
 
 def computed_by(net: Any, forward: Callable[[Any, Tensor], Any]) -> None:
@@ -122,7 +147,7 @@ def _between(net: Any) -> None:
     computed_by(net, lambda mlp, x: mlp.down_proj(F.silu(mlp.gate_proj(x) * 1.5) * mlp.up_proj(x)))
 
 
-@pytest.mark.parametrize("change", [_dropout, _frozen, _gelu, _swapped, _scaled, _written, _between])
+@pytest.mark.parametrize("change", [_dropout, _frozen, _tanh, _swapped, _scaled, _written, _between])
 def test_what_is_something_else_is_kept(halves: list[int], change: Callable[[Any], None]) -> None:
     model = make(dtype=torch.float64)
     change(model)
@@ -225,18 +250,18 @@ def test_halves_of_other_calls_are_not_taken() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     gate, up = x * 2, x * 3
     first, second = Half.of(gate), Half.of(up)
-    assert is_gated(F.silu(gate) * up, first, second)
-    assert not is_gated(F.silu(up) * gate, first, second)
-    assert not is_gated(F.silu(gate) * up, second, first)
-    assert not is_gated(F.silu(gate) * (x * 3), first, second)
-    assert not is_gated((F.silu(gate) * up).detach(), first, second)
+    assert activation_between(F.silu(gate) * up, first, second) == "silu"
+    assert activation_between(F.gelu(gate) * up, first, second) == "gelu"
+    assert activation_between(F.gelu(gate, approximate="tanh") * up, first, second) == "gelu_tanh"
     kept = F.silu(gate) * up
     kept.retain_grad()
-    assert not is_gated(kept, first, second)
     product = F.silu(gate) * up
+    others = [F.silu(up) * gate, F.silu(gate) * (x * 3), product.detach(), kept, F.silu(gate) * 2, F.relu(gate) * up]
+    assert [activation_between(each, first, second) for each in others] == [None] * len(others)
+    assert activation_between(product, second, first) is None
     with torch.no_grad():
         up.add_(1)
-    assert not is_gated(product, first, second)
+    assert activation_between(product, first, second) is None
 
 
 def test_a_forward_that_ends_early_leaves_nothing() -> None:

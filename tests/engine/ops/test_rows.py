@@ -72,15 +72,35 @@ def test_halves_that_lie_apart(emulated: Any, dtype: torch.dtype, width: int, mo
     for kernel in (True, False):
         monkeypatch.setattr(rows, "_by_kernel", lambda x, kernel=kernel: kernel)
         wanted = [*rows.gate_backward(grad, x).chunk(2, -1), rows.gate(x)]
-        found = rows.halves_backward(grad.clone(), *both)
+        found = rows.halves_backward(grad.clone(), *both, "silu")
         for mine, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=0 if kernel else 1e-6, atol=0 if kernel else 1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh"])
+def test_other_activations(
+    emulated: Any, dtype: torch.dtype, act: rows.Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    gates, ups, grad = (torch.randn(5, 24, generator=generator).mul(k).to(dtype) for k in (3, 3, 1))
+    given = gates.clone().requires_grad_(), ups.clone().requires_grad_()
+    product = rows.activation(act, given[0]) * given[1]
+    product.backward(grad)
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    wanted = [given[0].grad, given[1].grad, product.detach()]
+    for kernel in (True, False):
+        monkeypatch.setattr(rows, "_by_kernel", lambda x, kernel=kernel: kernel)
+        found = rows.halves_backward(grad.clone(), gates, ups, act)
+        for mine, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=close, atol=close)
+            assert dtype is torch.float32 or (mine == other).float().mean() > 0.9  # where it rounds, and the last bit
+
+
 @pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 def test_cuda_compiles_and_spills_nothing() -> None:
-    for value in (0, 1, 2):
-        macros = (*rows.TUNING.macros, ("DS_VALUE", value))
+    for value, act in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0)):
+        macros = (*rows.TUNING.macros, ("DS_VALUE", value), ("DS_GATE", act))
         frames = cubin.frame_nbytes(cubin.compiled(cuda_build.program_text("rows.cu", macros), "sm_90"))
         assert len(frames) >= 3
         assert max(frames.values()) <= 8, frames
