@@ -227,7 +227,7 @@ class AdaptedLayer:
         """Of the gate, where the input is its product with up, and A alone asks for it."""
         if self.after or terms.dropout is not None or not terms.first.requires_grad:
             return None
-        if any(each._forward_hooks or each._forward_pre_hooks for each in self.beside):
+        if any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in self.beside):
             return None
         return activation_between(x, gate, up)
 

@@ -41,22 +41,30 @@ def activation_between(x: Tensor, gate: Half, up: Half) -> Activation | None:
     Where saved tensors go through hooks (checkpointed blocks, activations in host memory) it is not looked at: what the
     first operation has saved went through them already.
     """
-    node = x.grad_fn
-    if node is None or x._backward_hooks or x.retains_grad or x._version:
+    node: Any = x.grad_fn
+    if node is None or _is_watched(x) or x._version:
         return None
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     for half in (gate, up):
         if half.out.shape != x.shape or half.out.dtype is not x.dtype or not half.is_as_it_was():
             return None
-    edges: Any = node.next_functions
+    edges = node.next_functions
     if (act := _LIGER.get(node.name())) is not None:
         scales = (getattr(node, name, 1.0) for name in ("gate_multiplier", "down_multiplier"))
         return act if edges[:2] == (gate.edge, up.edge) and all(scale == 1.0 for scale in scales) else None
     if node.name() != "MulBackward0" or len(edges) != 2 or edges[0][0] is None or edges[1] != up.edge:
         return None
+    of_act = node._raw_saved_self
+    if of_act.unpack_hook is not None or _is_watched(of_act.data):
+        return None  # with hooks of its own it was saved in a checkpointed part that ended before this layer
     act = _of(edges[0][0])
     return act if act is not None and edges[0][0].next_functions[0] == gate.edge else None
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether its gradient goes elsewhere, too."""
+    return bool(x._backward_hooks or x.retains_grad)
 
 
 def _of(node: Any) -> Activation | None:

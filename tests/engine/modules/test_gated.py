@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ds_hf.engine.modules import adapter_products
 from ds_hf.engine.modules.gated import Half, activation_between
@@ -170,6 +171,56 @@ def test_hooks_see_the_product_and_its_gradient(halves: list[int]) -> None:
     assert halves == []
     assert len(found[0]) == 2
     assert all(torch.allclose(*pair, rtol=1e-12, atol=1e-15) for pair in zip(*found, strict=True))
+
+
+def _twice(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _at_silu(mlp: Any, x: Tensor) -> Any:
+    given = F.silu(mlp.gate_proj(x))
+    given.register_hook(_twice)
+    return mlp.down_proj(given * mlp.up_proj(x))
+
+
+def _of_old_kind(net: Any) -> None:
+    for mlp in mlps(net):
+        mlp.act_fn.register_backward_hook(lambda module, taken, given: (_twice(taken[0]),))
+
+
+@pytest.mark.parametrize("change", [lambda net: computed_by(net, _at_silu), _of_old_kind])
+def test_hooks_on_what_silu_gave(halves: list[int], change: Callable[[Any], None]) -> None:
+    model = make(dtype=torch.float64)
+    change(model)
+    assert_same_step(model, 1e-12)
+    assert halves == []
+
+
+def test_the_gradient_of_what_silu_gave_is_retained() -> None:
+    found: list[Tensor] = []
+
+    def forward(mlp: Any, x: Tensor) -> Any:
+        found.append(F.silu(mlp.gate_proj(x)))
+        found[-1].retain_grad()
+        return mlp.down_proj(found[-1] * mlp.up_proj(x))
+
+    model = make(dtype=torch.float64)
+    computed_by(model, forward)
+    assert_same_step(model, 1e-12)
+    plain, own = found[:LAYERS], found[LAYERS:]
+    assert all(torch.allclose(mine.grad, its.grad, 1e-12, 1e-15) for mine, its in zip(own, plain, strict=True))  # type: ignore[arg-type]
+
+
+def test_halves_that_a_checkpoint_computes_again_are_not_kept(halves: list[int]) -> None:
+    """It ends before the last layer, which saves without hooks."""
+
+    def forward(mlp: Any, x: Tensor) -> Any:
+        return mlp.down_proj(checkpoint(lambda x: F.silu(mlp.gate_proj(x)) * mlp.up_proj(x), x, use_reentrant=False))
+
+    model = make(dtype=torch.float64)
+    computed_by(model, forward)
+    assert_same_step(model, 1e-12)
+    assert halves == []
 
 
 def test_a_product_that_is_used_twice(halves: list[int]) -> None:
