@@ -69,7 +69,8 @@ def add_lora(model: nn.Module, asked: LoraRequest) -> nn.Module:
         raise UnpredictableError(f"--lora needs the package peft: pip install 'ds-hf[adapters]' ({error})") from error
     targets = list(asked.targets) or "all-linear"
     try:
-        config = LoraConfig(r=asked.rank, target_modules=targets, use_dora=asked.dora, task_type="CAUSAL_LM")
+        task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None  # encoders do not generate
+        config = LoraConfig(r=asked.rank, target_modules=targets, use_dora=asked.dora, task_type=task)
         with warnings.catch_warnings():  # of names that transformers will give up
             warnings.simplefilter("ignore")
             adapted: nn.Module = get_peft_model(model, config)

@@ -46,6 +46,14 @@ def test_layers_that_there_are_not() -> None:
         add_lora(build(TINY, Workload()), LoraRequest(16, ("nowhere",)))
 
 
+def test_encoders_that_do_not_generate() -> None:
+    model = add_lora(build("bert:hidden=128,layers=2,heads=4,intermediate=256,vocab=512", Workload()), LoraRequest(4))
+    whole, trains = count_parameters(model)
+    linear: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert len(linear) >= 12
+    assert trains == sum(4 * (m.in_features + m.out_features) for m in linear) < whole
+
+
 def test_what_trains_and_what_it_takes() -> None:
     """Two small matrices beside each linear layer but the last; half a byte and 4 bytes for 64 of what is below."""
     plain = build(TINY, Workload())
