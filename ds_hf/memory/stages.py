@@ -32,9 +32,15 @@ def division_of(model: nn.Module, stages: int, chunks: int) -> LayerDivision:
     if not hasattr(model, "base_model") or not hasattr(model, "config"):
         raise UnpredictableError(f"stages of a pipeline are predicted for models of transformers, not {type(model)}")
     try:
-        return divide_layers(layers_of(model), stages, "parameters", chunks=chunks)
+        return divide_layers(layers_of(_inner(model)), stages, "parameters", chunks=chunks)
     except ConfigError as error:
         raise UnpredictableError(error.faults[0].message) from error
+
+
+def _inner(model: Any) -> Any:
+    """What a script gives of PEFT's: the model with the adapters in it."""
+    inner = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
 
 
 class Stage(nn.Module):
@@ -50,6 +56,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: Any, division: LayerDivision, stage: int) -> None:
         super().__init__()
+        model = _inner(model)
         base, head = parts_of(model)
         self._bounds, self._count = division.bounds(stage), len(layers_of(model))
         here = {layer for bounds in self._bounds for layer in range(*bounds)}

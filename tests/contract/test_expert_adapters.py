@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ds_hf
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
 from ds_hf.engine.zero.cut import cut_of
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from tests.contract.test_expert_parallel import CLIP, EPS, config, farthest, run
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of
@@ -209,13 +209,15 @@ def refused() -> list[str]:
     model = adapted(torch.float32)
     engine, *_ = ds_hf.initialize(model=model, config=config(2, 1))
     engine.destroy()
-    model.add_adapter("third", model.peft_config["default"])
-    with pytest.raises(ConfigError) as second:
+    with pytest.raises(DsHfError) as second:
+        model.add_adapter("third", model.peft_config["default"])
+    with pytest.raises(ConfigError) as third:
         ds_hf.initialize(model=model, config=config(2, 1))
-    return [str(first.value), str(second.value)]
+    return [str(first.value), str(second.value), str(third.value)]
 
 
 def test_what_cannot_be() -> None:
-    for biased, later in run_distributed(refused, 2, timeout=60):
+    for biased, came, later in run_distributed(refused, 2, timeout=60):
         assert "adapts down_proj_bias, and only LoRA of the experts' stacked weights" in biased
+        assert "the adapter 'third' came to model.layers.0.mlp.experts, which processes divide" in came
         assert "the adapter third was added to" in later

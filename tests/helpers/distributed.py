@@ -317,7 +317,7 @@ def _let_gloo_wait() -> None:
         with contextlib.suppress(OSError):  # a thread that has ended; no Linux
             for task in Path("/proc/self/task").iterdir():
                 if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                    os.setpriority(os.PRIO_PROCESS, int(task.name), NICE)
+                    os.setpriority(os.PRIO_PROCESS, int(task.name), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         return group
 
     distributed_c10d._new_process_group_helper = made

@@ -13,8 +13,10 @@ from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.comm import streams
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, UnpredictableError, Workload
+from ds_hf.memory.adapters import LoraRequest, add_lora
+from ds_hf.memory.models import build
 from tests.helpers.distributed import run_distributed
-from tests.memory.measuring import LiveStorages, count_states
+from tests.memory.measuring import LiveStorages, count_adapters, count_states
 
 BATCH, LENGTH = 4, 64
 SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4}
@@ -40,11 +42,16 @@ def measured(cells: list[Any]) -> list[int]:
     streams.UNDER_WAY_NBYTES = 0
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     found = []
-    for stages, stage, dtype, micro_batches, tied, recompute in cells:
+    for stages, stage, dtype, micro_batches, tied, recompute, adapts in cells:
         torch.manual_seed(0)
-        module = PipelineModule.from_transformers(LlamaForCausalLM(shape(tied)).train(), stages)
+        model: Any = LlamaForCausalLM(shape(tied)).train()
+        if adapts:
+            model = add_lora(model.to(torch.bfloat16), LoraRequest(8))
+            model = model.get_base_model()
+        module = PipelineModule.from_transformers(model, stages)
         config = configuration(stages, stage, dtype, micro_batches, recompute)
         engine, *_ = initialize(model=module, config=config)
+        count_adapters(engine.module)
         engine.train_batch(iter([(tokens, tokens)] * micro_batches))
         peaks = []
         for _ in range(2):
@@ -58,12 +65,16 @@ def measured(cells: list[Any]) -> list[int]:
     return found
 
 
-# stages, ZeRO stage, dtype, micro-batches, tied, recomputed
-CELLS = [(2, 1, "bf16", 4, False, False), (2, 0, "fp32", 4, True, False)]
+# stages, ZeRO stage, dtype, micro-batches, tied, recomputed, adapters
+CELLS = [
+    (2, 1, "bf16", 4, False, False, False),
+    (2, 0, "fp32", 4, True, False, False),
+    (2, 1, "bf16", 4, False, False, True),
+]
 MORE = [
-    *[(stages, stage, "bf16", micro, False, False) for stages in (2, 4) for stage in (0, 2) for micro in (1, 6)],
-    (4, 1, "fp32", 8, True, False),
-    (2, 1, "bf16", 4, False, True),
+    *[(stages, stage, "bf16", micro, False, False, False) for stages in (2, 4) for stage in (0, 2) for micro in (1, 6)],
+    (4, 1, "fp32", 8, True, False, False),
+    (2, 1, "bf16", 4, False, True, False),
 ]
 
 
@@ -79,8 +90,11 @@ def test_each_stage_within_a_tenth(processes: int, cells: list[Any]) -> None:
     peaks = run_distributed(measured, processes, cells, timeout=150)
     wrong = []
     for index, cell in enumerate(cells):
-        stages, stage, dtype, micro_batches, tied, recompute = cell
-        predictor = Predictor(shape(tied), Workload(seq_len=LENGTH))
+        stages, stage, dtype, micro_batches, tied, recompute, adapts = cell
+        model: Any = shape(tied)
+        if adapts:
+            model = add_lora(build(model, Workload()).to(torch.bfloat16), LoraRequest(8))
+        predictor = Predictor(model, Workload(seq_len=LENGTH))
         predictor.streams = False
         config = configuration(stages, stage, dtype, micro_batches, recompute)
         found = predictor.predict(config, world_size=processes)
