@@ -8,6 +8,8 @@ backward what they save there: flash attention keeps no scores, dropout keeps on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AsOnCuda", "workspace"]
+__all__ = ["AsOnCuda", "autocast_of_meta", "workspace"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # the widest head of flash attention
@@ -23,6 +25,21 @@ _ALIGNED = 16  # elements of a mask's row
 _aten = torch.ops.aten
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+
+
+@contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """``torch.autocast("meta")``, which torch refuses and models write as their tensors' device, does nothing."""
+    own = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else own(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = own  # type: ignore[misc]
 
 
 class AsOnCuda(TorchFunctionMode):

@@ -30,7 +30,7 @@ from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import Replicas, expert_processes, is_tied_over_stages
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.memory.compiled import CompiledBlocks
-from ds_hf.memory.kernels import AsOnCuda
+from ds_hf.memory.kernels import AsOnCuda, autocast_of_meta
 from ds_hf.memory.offloaded import offload_of
 from ds_hf.memory.tracker import Kind, LiveTensors
 
@@ -253,7 +253,7 @@ def record(
     adapters = FusedAdapters(model, counts=True) if sharding.fuses_adapters else None
     timeline.note(Event.START, -1, tracker.live)
     try:
-        with tracker, launching_nothing():
+        with tracker, launching_nothing(), autocast_of_meta():
             if sharding.parameters:
                 _teach_order(model, inputs, hooks, timeline)
             with AsOnCuda():

@@ -105,6 +105,40 @@ def test_peaks_of_real_training() -> None:
         assert found.device_peak - found.device["workspaces"] == pytest.approx(peak, rel=0.05), (bits, stage)
 
 
+EXPERTS = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "use_cache": False,
+}
+
+
+def measured_experts() -> int:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    tokens = torch.randint(512, (BATCH, LENGTH))
+    model = MixtralForCausalLM(MixtralConfig(**EXPERTS)).to(torch.bfloat16).train()
+    batch = {"input_ids": tokens, "labels": tokens}
+    return train(add_lora(model, LoraRequest(8)), configuration(0, "bf16", 1), batch)
+
+
+def test_adapters_of_experts() -> None:
+    """PEFT asks for ``torch.autocast`` on the device of their weights, which is none in a prediction."""
+    from transformers import MixtralConfig
+
+    (seen,) = run_distributed(measured_experts, 1, timeout=110)
+    base = build(MixtralConfig(**EXPERTS), Workload()).to(torch.bfloat16)
+    predictor = Predictor(add_lora(base, LoraRequest(8)), Workload(seq_len=LENGTH))
+    predictor.streams = False
+    found = predictor.predict(configuration(0, "bf16", 1))
+    assert found.device_peak - found.device["workspaces"] == pytest.approx(seen, rel=0.1)
+
+
 def test_loading_counts_each_weight_as_it_was() -> None:
     """Adapters in fp32 on a base in bf16 do not make the base twice as large."""
     base = build(TINY, Workload()).to(torch.bfloat16)
