@@ -89,10 +89,12 @@ def gradients_at(kinds: tuple[str, ...], size: int) -> dict[tuple[str, int], flo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))  # a slice of the slow tests waits for the one that it began last
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 4)])
-def test_gradients_of_all_families_at_all_stages(world: int, size: int) -> None:
-    for found in run_distributed(gradients_at, world, planned(FAMILIES), size, timeout=600):
-        assert len(found) == 4 * len(planned(FAMILIES))
+def test_gradients_of_all_families_at_all_stages(world: int, size: int, part: int) -> None:
+    kinds = planned(FAMILIES)[part::3]
+    for found in run_distributed(gradients_at, world, kinds, size, timeout=600):
+        assert len(found) == 4 * len(kinds) >= 40
         assert {cell: far for cell, far in found.items() if not far <= 1e-6} == {}
 
 
