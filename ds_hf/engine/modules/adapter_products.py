@@ -214,9 +214,7 @@ def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | N
             "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, which keep "
             'no input for it: set "ds_hf": {"fused_lora": false}'
         )
-    if (
-        x is None and gate is None
-    ):  # adapters read what dropout left, and the base's product has a gradient that x is not in
+    if x is None and gate is None:  # adapters read what dropout left; x is not in the gradient of the base's product
         zeros = layers.dropped[0].new_zeros(ctx.shape, dtype=ctx.call.dtype)
         x = zeros.requires_grad_(ctx.needs_input_grad[1])
     given, needed = [x, gate, up, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]

@@ -88,7 +88,7 @@ def halves_backward(grad: Tensor, gates: Tensor, ups: Tensor, act: Activation) -
     """The gradients of ``gates`` and ``ups``, and ``act(gates) * ups`` again, which may have the memory of ``grad``.
 
     Args:
-        grad: of that product; nobody reads it afterwards. All are ``[rows, width]``, contiguous, of one dtype.
+        grad: of that product; it may be overwritten. All are ``[rows, width]``, contiguous, of one dtype.
     """
     if not _by_kernel(grad) or not len(grad):
         value, of_act = activation(act, gates), grad * ups

@@ -284,7 +284,7 @@ class GradientBuffer:
 
     @property
     def untouched(self) -> bool:
-        """Nobody gave a parameter a gradient since the last step."""
+        """No parameter has been given a gradient since the last step."""
         return self.empty and all(param.grad is None for param in self.buffer.params)
 
     @property
