@@ -55,18 +55,11 @@ def activation_between(x: Tensor, gate: Half, up: Half) -> Activation | None:
         return act if edges[:2] == (gate.edge, up.edge) and all(scale == 1.0 for scale in scales) else None
     if node.name() != "MulBackward0" or len(edges) != 2 or edges[0][0] is None or edges[1] != up.edge:
         return None
-    try:  # the only question about hooks that torch 2.11 answers
-        node._raw_saved_other.register_hooks(_as_it_is, _as_it_is)
-    except RuntimeError:
-        return None  # there are some: it was saved in a checkpointed part that ended before this layer
-    if _is_watched(node._saved_self):
-        return None
+    of_act = node._raw_saved_self
+    if of_act.unpack_hook is not None or _is_watched(of_act.data):
+        return None  # with hooks of its own it was saved in a checkpointed part that ended before this layer
     act = _of(edges[0][0])
     return act if act is not None and edges[0][0].next_functions[0] == gate.edge else None
-
-
-def _as_it_is(saved: Tensor) -> Tensor:
-    return saved
 
 
 def _is_watched(x: Tensor) -> bool:
