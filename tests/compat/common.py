@@ -74,7 +74,8 @@ def largest_difference(ours: Sequence[Mapping[str, Any]], reference: Sequence[Ma
 def run_user_code(fn: Callable[..., Any], *args: Any, world_size: int = WORLD, timeout: float = 100.0) -> list[Any]:
     """Call ``fn`` on every rank as torchrun would start a script: environment set, no process group made.
 
-    Much faster than a script (the libraries are imported already); what each rank returned, by rank.
+    Much faster than a script (the libraries are imported already); what each rank returned, by rank. ``timeout`` is
+    what suffices on a quiet machine: what hangs ends after ``PATIENCE`` times as long, see ``tests.helpers.patience``.
     """
     return run_distributed(fn, world_size, *args, timeout=timeout, backend=None)
 

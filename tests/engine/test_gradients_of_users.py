@@ -579,12 +579,12 @@ class Negative(nn.Linear):
         return (self.weight * -0.0).sum()
 
 
-def one_process_without_backward() -> None:
-    """Another's gradients count, of whatever sign its zeros are."""
+def one_process_without_backward(stage: int) -> None:
+    """Another's gradients count, of whatever sign its zeros are, also where each process updates a part."""
     model = Negative(8, 8, bias=False)
     nn.init.ones_(model.weight)
     wanted = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
-    engine = initialize(model=model, config=base_config(0, optimizer=wanted))[0]
+    engine = initialize(model=model, config=base_config(stage, optimizer=wanted))[0]
     for mine in (True, dist.get_rank() == 0):
         if mine:
             engine.backward(engine(batch(0, 0)))
@@ -593,10 +593,50 @@ def one_process_without_backward() -> None:
     engine.destroy()
 
 
+def changes(config: dict[str, Any], plan: str) -> list[bool]:
+    """Whether weights changed in each step: in ``b`` both processes have a backward, in ``1`` the first, in ``-`` none.
+    Both processes have the same weights then."""
+    model = two_layers()
+    engine = initialize(model=model, config=config)[0]
+    last, found = full_weights(model), []
+    for index, who in enumerate(plan):
+        if who == "b" or (who == "1" and dist.get_rank() == 0):
+            engine.backward(engine(batch(index, dist.get_rank())).square().mean())
+        engine.step()
+        now = full_weights(model)
+        found.append(any(not torch.equal(now[name], last[name]) for name in now))
+        last = now
+    for tensor in last.values():
+        other = tensor.clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(tensor, other)
+    engine.destroy()
+    return found
+
+
+def steps_of_what_is_rounded() -> None:
+    """Sums in blocks tell that nobody has anything; optimizers that send momenta in one bit cannot, and say so."""
+    decays = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+    for stage, more in ((2, {}), (3, {}), (3, {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4}})):
+        config = base_config(stage, optimizer=decays)
+        config["zero_optimization"].update(zero_quantized_gradients=True, **more)
+        plan = "-b--b-" if stage == 3 else "-b-1b-"
+        assert changes(config, plan) == [who != "-" for who in plan], (stage, more)
+    decays = {"type": "OneBitAdam", "params": {"lr": 0.01, "weight_decay": 0.1, "freeze_step": 2}}
+    forget_said()
+    logger.addHandler(lines := Lines(logging.WARNING))
+    assert changes(base_config(0, optimizer=decays), "-b-bb") == [False, True, False, True, True]
+    assert not any("without any backward" in text for text in lines.texts)
+    assert changes(base_config(0, optimizer=decays), "bbb-") == [True] * 4
+    assert sum("engine.step() without any backward" in text for text in lines.texts) == 1
+    logger.removeHandler(lines)
+
+
 def whole_steps_without_gradients() -> None:
     for stage in (0, 1, 2, 3):
         steps_without_backward(stage)
-    one_process_without_backward()
+    for stage in (0, 1, 2):
+        one_process_without_backward(stage)
 
 
 def every(mine: list[str]) -> list[list[str]]:
@@ -629,3 +669,7 @@ def test_parts_without_gradients(world: int) -> None:
 
 def test_steps_without_any_backward() -> None:
     run_distributed(whole_steps_without_gradients, 2, timeout=60)
+
+
+def test_steps_without_any_backward_of_what_is_rounded() -> None:
+    run_distributed(steps_of_what_is_rounded, 2, timeout=60)

@@ -18,6 +18,8 @@ from ds_hf.engine.ops.blocks import BlockFormat
 
 __all__ = ["BlockSums", "Feedback", "all_gather_blocks", "spread_blocks"]
 
+_NOTHING = -(2**31)  # the bits of -0.0, which no block of values has as its scale
+
 
 def all_gather_blocks(full: Tensor, shard: Tensor, axis: Axis, form: BlockFormat, what: str = "") -> None:
     """Fill ``full`` (``[numel]``, of the dtype of the shards) with every rank's ``shard`` as blocks hold it, this
@@ -69,8 +71,12 @@ class BlockSums:
         self._errors: dict[int, Tensor] = {}  # of each hop, shaped as what it sends
         self._sums = 0
 
-    def reduce_scatter(self, full: Tensor, *, factor: float, what: str = "") -> Tensor:
-        """``factor`` times the sum over the axis, ``[n]`` in the dtype of ``full``. Collective."""
+    def reduce_scatter(self, full: Tensor, *, factor: float, what: str = "", nothing: bool = False) -> Tensor:
+        """``factor`` times the sum over the axis, ``[n]`` in the dtype of ``full``. Collective.
+
+        Args:
+            nothing: ``full`` is negative zeros, for there is nothing here. So is the sum where that is so on all ranks.
+        """
         if self._feedback is not None and self._sums == self._feedback.reset:
             self._errors.clear()
             self._sums = 0
@@ -78,21 +84,26 @@ class BlockSums:
         rows = full.view(self._axis.world_size, -1)
         result = full.new_empty(rows.shape[1])
         if self._near is None:
-            received = self._exchange(self._write(0, rows), self._axis, what)
+            received = self._exchange(self._write(0, rows, nothing), self._axis, what)
             self._form.read(received, result.view(1, -1), factor=factor)
-            return result
+            return result.fill_(-0.0) if nothing and _are_nothing(received) else result
         inner, outer = self._near
         hosts, places = outer.world_size, inner.world_size
         # A rank's shard has its place among neighbours; the first hop brings together what belongs to each place.
-        sent = self._write(0, rows).view(hosts, places, -1).transpose(0, 1).contiguous()
+        sent = self._write(0, rows, nothing).view(hosts, places, -1).transpose(0, 1).contiguous()
         received = self._exchange(sent, inner, what).transpose(0, 1).contiguous()
         sums = torch.empty(hosts, rows.shape[1], dtype=torch.float32, device=full.device)
         self._form.read(received.view(hosts * places, -1), sums)
-        received = self._exchange(self._write(1, sums), outer, what)
+        nothing = nothing and _are_nothing(received)
+        received = self._exchange(self._write(1, sums, nothing), outer, what)
         self._form.read(received, result.view(1, -1), factor=factor)
-        return result
+        return result.fill_(-0.0) if nothing and _are_nothing(received) else result
 
-    def _write(self, hop: int, rows: Tensor) -> Tensor:
+    def _write(self, hop: int, rows: Tensor, nothing: bool) -> Tensor:
+        if nothing:  # what is owed stays so
+            blocks = self._form.write(torch.zeros_like(rows))
+            blocks.view(torch.int32)[:, -1] = _NOTHING
+            return blocks
         if self._feedback is None:
             return self._form.write(rows)
         if hop not in self._errors:
@@ -150,3 +161,7 @@ class BlockSums:
     def nbytes(self) -> int:
         """Bytes of feedback held now."""
         return sum(error.nbytes for error in self._errors.values())
+
+
+def _are_nothing(received: Tensor) -> bool:
+    return bool((received.view(torch.int32)[..., -1] == _NOTHING).all())

@@ -120,8 +120,9 @@ class _Sum:
         """Not, where each rank keeps its own gradients."""
         return self._reduces is None or self._reduces()
 
-    def by_collective(self, unreduced: Callable[[], Tensor], into: _Into) -> Tensor:
-        """The sum of what ``unreduced`` gives, ``[numel]``, added to what was summed before; collective."""
+    def by_collective(self, unreduced: Callable[[], Tensor], into: _Into, *, nothing: bool) -> Tensor:
+        """The sum of what ``unreduced`` gives, ``[numel]``, added to what was summed before; collective. See
+        ``GradientBuffer.reduce``."""
         policy = self._policy
         if not self.is_made:
             own = policy.scale_before * policy.scale_after * self._buffer.axis.world_size
@@ -132,7 +133,7 @@ class _Sum:
         what = self._buffer.labels.gradients
         if self._blocks is not None:
             factor = policy.scale_before * policy.scale_after
-            return into.add(self._blocks.reduce_scatter(unreduced(), factor=factor, what=what))
+            return into.add(self._blocks.reduce_scatter(unreduced(), factor=factor, what=what, nothing=nothing))
         reduced = collectives.reduce_gradient(
             unreduced(),
             self._buffer.axis,
@@ -289,10 +290,14 @@ class GradientBuffer:
 
     @property
     def came_from_nobody(self) -> bool:
-        """The sum is of processes that all had ``nothing``. Sums in blocks, and by copies between GPUs, have no
-        negative zeros: there it is not known, and zeros are trained on."""
+        """The sum is of processes that all had ``nothing``."""
         owned = self.settled()
-        return owned is None or (self._sum.is_made and bool((owned.signbit() & (owned == 0)).all()))
+        return owned is None or bool((owned.signbit() & (owned == 0)).all())
+
+    @property
+    def tells(self) -> bool:
+        """Whether that can be known: not where each rank keeps its own, and of sums by copies between GPUs."""
+        return not self.alone and self._sum.is_made and self._sum.copies is None
 
     @property
     def shown(self) -> bool:
@@ -456,8 +461,9 @@ class GradientBuffer:
                     self._partial = self._together(taken)
                     taken.clear()  # before more memory is taken
                 if self.marks and not nothing and self._partial is not None:
-                    self._partial[:1].add_(0.0)  # -0.0 becomes 0.0: there is something, whatever the gradient
-                self._owned = self._sum.by_collective(self._unreduced, into)
+                    # Of each rank -0.0 becomes 0.0: there is something, whatever the gradient.
+                    self._partial[:: self.buffer.layout.shard_numel].add_(0.0)
+                self._owned = self._sum.by_collective(self._unreduced, into, nothing=nothing)
             else:
                 flat = None if taken else self._unreduced()
                 self._owned = self._sum.by_copies(self._sum.copies, taken, flat, into)

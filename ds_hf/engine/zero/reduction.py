@@ -31,6 +31,7 @@ from ds_hf.engine.zero.grad_watch import GradientWatch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
+from ds_hf.log import warn_once
 
 __all__ = ["Reducer", "divided_loss"]
 
@@ -125,7 +126,9 @@ class Reducer:
         self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
         for buffer in self.buffers:
             buffer.lent = self._lent
-            buffer.marks = buffer in self._whole[:1]
+            buffer.marks = False
+        for buffer in [buffer for buffer in self.buffers if buffer.tells and buffer not in self._by_call][:1]:
+            buffer.marks = True  # those of calls have something on all ranks or on none
 
     def lend(self) -> None:
         """From now on backward writes gradients to memory that the next one overwrites (CUDA graphs)."""
@@ -395,6 +398,7 @@ class Reducer:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
         what users wrote into ``param.grad``. Where processes train together, a buffer without any gradient has zeros,
         those that one process alone holds (experts) as all others; where no process has any, there is none, as on one.
+        What cannot tell so (optimizers that send something else, copies between GPUs) takes zeros then, too.
 
         Raises:
             DsHfError: they wrote it where it was sharded by then.
@@ -412,7 +416,15 @@ class Reducer:
                 buffer.collect()
             if buffer.has_partial or (not buffer.has_reduced and together and not buffer.sleeps):
                 buffer.reduce(last=True, nothing=nothing)
-        if nothing and all(buffer.came_from_nobody for buffer in buffers):
+        tell = [buffer for buffer in buffers if buffer.tells] if nothing else []
+        if nothing and not tell:
+            warn_once(
+                "engine.step() without any backward on this process, where none learns whether others had one (an "
+                "optimizer that sends momenta in one bit, or sums by copies between GPUs): gradients count as zeros, "
+                "weights decay and momentum goes on. Without a backward anywhere, call no engine.step()",
+                everywhere=True,
+            )
+        elif nothing and all(buffer.came_from_nobody for buffer in tell):
             self.clear()
 
     def clear(self) -> None:
