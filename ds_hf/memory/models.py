@@ -39,6 +39,8 @@ _SHORT = {
     "tied": "tie_word_embeddings",
     "experts": "num_local_experts",
 }
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # by family
+_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 def build(source: str | Path | PretrainedConfig, workload: Workload) -> nn.Module:
@@ -92,6 +94,9 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
             raise UnpredictableError(f"{text}: {pair!r} is not of the form key=value")
         values[_SHORT.get(key.strip(), key.strip())] = _number(value.strip())
     known = CONFIG_MAPPING[kind]()
+    if "num_local_experts" in values and not hasattr(known, "num_local_experts"):
+        own = next((name for name in _EXPERTS if hasattr(known, name)), "num_local_experts")
+        values[own] = values.pop("num_local_experts")
     for key in values:
         if not hasattr(known, key):
             short = ", ".join(_SHORT)
@@ -100,9 +105,22 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
         config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
     except Exception as error:  # values that do not go together
         raise UnpredictableError(f"{text}: {' '.join(str(error).split())}") from error
+    _check_experts(config, text)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
+
+
+def _check_experts(config: PretrainedConfig, text: str) -> None:
+    """What a router says itself only in an operation's words, and some not before they have values."""
+    experts = next((count for name in _EXPERTS if isinstance(count := getattr(config, name, None), int)), None)
+    for name in _PER_TOKEN:
+        chosen = getattr(config, name, None)
+        if experts is not None and isinstance(chosen, int) and chosen > experts:
+            raise UnpredictableError(
+                f"{text}: a token goes to {chosen} experts ({name}), and there are {experts}: add {name}={experts}, or "
+                "less"
+            )
 
 
 def _number(text: str) -> Any:

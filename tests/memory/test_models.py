@@ -46,11 +46,20 @@ def test_a_folder(tmp_path: Path) -> None:
         ("llama:hiden=64", "no 'hiden'"),
         ("llama:hidden", "'hidden' is not of the form"),
         ("llama:hidden=65,heads=4", "llama:hidden=65"),
+        ("qwen3_moe:experts=4", r"to 8 experts \(num_experts_per_tok\), and there are 4: add num_experts_per_tok=4"),
+        ("deepseek_v3:experts=4", "to 8 experts"),
     ],
 )
 def test_bad_names(source: str, text: str) -> None:
     with pytest.raises(UnpredictableError, match=text):
         build(source, Workload())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v2", "ernie4_5_moe"])
+def test_experts_by_the_short_name(kind: str) -> None:
+    """Each family has a name of its own for their number."""
+    model = build(f"{kind}:hidden=16,layers=2,heads=2,kv_heads=2,intermediate=16,vocab=32,experts=6", Workload())
+    assert any(param.dim() == 3 and len(param) == 6 for param in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["micro_batch", "seq_len"])
