@@ -185,8 +185,9 @@ def wrap_accelerator(module: ModuleType) -> None:
             )
 
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
-        _share_layers(accelerator)
         config = accelerator.deepspeed_plugin.hf_ds_config
+        if _share_layers(accelerator) > 1:
+            _leave_total_open(config)
         for own in [arg.config for arg in args if isinstance(arg, nn.Module) and hasattr(arg, "config")]:
             fill_sizes(config, own)
         with _environment(_sizes(accelerator.parallelism_config)), counting_kept(accelerator, args):
@@ -322,6 +323,13 @@ def _share_layers(accelerator: Any) -> int:
     if asked > 1 and given <= 1:
         plugin.deepspeed_config.setdefault("tensor_parallel", {})["autotp_size"] = given = asked
     return max(given, 1)
+
+
+def _leave_total_open(config: Any) -> None:
+    """A ``train_batch_size`` that is "auto" counts processes that read different samples: the engine derives it, where
+    transformers and accelerate fill in what all processes read together, which nobody has written."""
+    if getattr(config, "ds_hf_total_is_open", False) or config.config.get("train_batch_size") == "auto":
+        config.config.pop("train_batch_size", None)
 
 
 def _each_sample_once(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:

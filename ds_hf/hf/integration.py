@@ -90,6 +90,7 @@ def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwar
         shared *= config.get_value("tensor_parallel.autotp_size") or 1
         if isinstance(asked, int) and asked * shared == given["hf_val"]:
             return None
+        config.ds_hf_total_is_open = asked == "auto" or getattr(config, "ds_hf_total_is_open", False)
     return wrapped(*args, **kwargs)
 
 

@@ -26,6 +26,7 @@ from tests.compat.trainer_code import (
     start_afresh,
     tiny_llama,
 )
+from tests.compression.common import logged
 
 ARGUMENTS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
@@ -234,3 +235,33 @@ def test_accelerate_by_the_file_and_by_a_parallelism_config() -> None:
     assert (len(losses), size) == (3, 2)
     assert seen == [int(sample["input_ids"][0]) for sample in Sentences(10, seed=1)]
     assert all(each == by_file[0] for each in by_file)
+
+
+def told_of_totals(folder: str) -> list[list[str]]:
+    """What is told of ``train_batch_size`` where it is "auto", or counts all processes."""
+    found = []
+    shares = {"parallelism_config": ParallelismConfig(tp_size=2)}
+    for given, more in (("auto", shares), (config(1), shares), (settings(1, 2), {})):
+        with logged() as lines:
+            fit(folder, given, gradient_accumulation_steps=2, max_steps=2, **more)
+        found.append([line for line in lines if "train_batch_size" in line])
+    start_afresh()
+    plugin = DeepSpeedPlugin(hf_ds_config={**config(1), "gradient_clipping": 1.0})
+    with logged() as lines:
+        loader = DataLoader(Sentences(4, seed=1), batch_size=2)
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Accelerator(deepspeed_plugin=plugin, **shares).prepare(model, optimizer, loader)[0]
+    found.append([line for line in lines if "train_batch_size" in line])
+    assert engine.train_batch_size() == 2
+    with logged() as lines:
+        fit(folder, {**settings(1, 2), "train_batch_size": 8}, gradient_accumulation_steps=2, max_steps=2)
+    return [*found, [line for line in lines if "train_batch_size" in line]]
+
+
+def test_a_total_that_nobody_wrote_is_not_told(tmp_path: Path) -> None:
+    """transformers and accelerate count processes that read the same when they fill "auto" in."""
+    *silent, written = run_user_code(told_of_totals, str(tmp_path), world_size=2)[0]
+    assert silent == [[]] * 4
+    assert len(written) == 1
+    assert "it counts 2 processes, of which 1 read different samples" in written[0]
