@@ -58,6 +58,8 @@ def activation_between(x: Tensor, gate: Half, up: Half) -> Activation | None:
     of_act = node._raw_saved_self
     if of_act.unpack_hook is not None or _is_watched(of_act.data):
         return None  # with hooks of its own it was saved in a checkpointed part that ended before this layer
+    if of_act.data._version:
+        return None  # written without autograd, which has no node for it: clamped, scaled
     act = _of(edges[0][0])
     return act if act is not None and edges[0][0].next_functions[0] == gate.edge else None
 

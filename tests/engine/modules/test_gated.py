@@ -144,11 +144,23 @@ def _written(net: Any) -> None:
     computed_by(net, lambda mlp, x: mlp.down_proj((F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)).mul_(0.5)))
 
 
+def _clamped(mlp: Any, x: Tensor) -> Any:
+    act = F.silu(mlp.gate_proj(x))
+    with torch.no_grad():
+        act.clamp_(max=0.05)
+    return mlp.down_proj(act * mlp.up_proj(x))
+
+
+def _clamped_unseen(net: Any) -> None:
+    """Autograd has no node for it."""
+    computed_by(net, _clamped)
+
+
 def _between(net: Any) -> None:
     computed_by(net, lambda mlp, x: mlp.down_proj(F.silu(mlp.gate_proj(x) * 1.5) * mlp.up_proj(x)))
 
 
-@pytest.mark.parametrize("change", [_dropout, _frozen, _tanh, _swapped, _scaled, _written, _between])
+@pytest.mark.parametrize("change", [_dropout, _frozen, _tanh, _swapped, _scaled, _written, _clamped_unseen, _between])
 def test_what_is_something_else_is_kept(halves: list[int], change: Callable[[Any], None]) -> None:
     model = make(dtype=torch.float64)
     change(model)
