@@ -9,10 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,6 +53,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_change = on_change
         self._wide = wide
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}  # storage -> (itself, [kind, bytes])
+        self._results = _Results()
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count the tensor's storage."""
@@ -69,7 +71,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _SCALAR and args[0].is_meta:
             return 1  # "is the mask all ones?": batches without padding, which take the most
-        result = func(*args, **(kwargs or {}))
+        result = self._results(func, args, kwargs or {})
         for tensor in _tensors(result):
             self._see(tensor)
         self._on_change(self.live, workspace(func, args))
@@ -96,6 +98,99 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known.pop(key, None)
 
         self._known[key] = (weakref.ref(storage, gone), cell)
+
+
+class _Results:
+    """What operators give on the meta device, remembered by what they were given: layers ask the same again and again.
+
+    torch infers most shapes in Python, operator by operator, which was three quarters of a recording. Operators that
+    give a part of an argument or another form to it, as their schema or their first result says, are called each time.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        writes = _writes_first(func)
+        if writes is None:
+            return func(*args, **kwargs)
+        try:
+            key = func, _key(args), _key(tuple(kwargs.items()))
+        except TypeError:
+            return func(*args, **kwargs)
+        layout = self._found.get(key)
+        if layout is None:
+            result = func(*args, **kwargs)
+            alike = result is args[0] if writes else _is_new(result, (args, kwargs))
+            self._found[key] = _layout(result) if alike else _UNKNOWN
+            return result
+        if layout is _UNKNOWN:
+            return func(*args, **kwargs)
+        return args[0] if writes else _made(layout)
+
+
+_UNKNOWN = object()
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+@cache
+def _writes_first(func: Any) -> bool | None:
+    """False where an operator makes what it returns, True where it returns its first argument, written to, and else
+    ``None``, as with views."""
+    schema = func._schema
+    aliases = [each.alias_info for each in (*schema.arguments, *schema.returns)]
+    if not any(aliases):
+        return False if schema.returns else None
+    written = [index for index, alias in enumerate(aliases) if alias]
+    inplace = written == [0, len(schema.arguments)] and aliases[0].is_write and len(schema.returns) == 1
+    return True if inplace and torch.Tag.inplace_view not in func.tags else None
+
+
+def _is_new(result: Any, given: Any) -> bool:
+    """Whether each tensor of a result has a storage of its own, and no larger one than it needs."""
+    known = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+    for tensor in _tensors(result):
+        storage = tensor.untyped_storage()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        elements = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+        if storage._cdata in known or storage.nbytes() != elements * tensor.itemsize:
+            return False
+        known.add(storage._cdata)
+    return True
+
+
+def _key(value: Any) -> Any:
+    """What the layout of a result depends on, of an argument.
+
+    Raises:
+        TypeError: this is not known of such an argument.
+    """
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.is_meta:
+        return value.shape, value.stride(), value.dtype
+    if kind is tuple or kind is list:
+        return tuple([_key(each) for each in value])
+    if kind in _PLAIN:
+        return kind, value  # 1, 1.0 and True are equal, and give other dtypes
+    raise TypeError(kind)
+
+
+def _layout(result: Any) -> Any:
+    """A result without its memory, tensors by shape, strides and dtype; ``_UNKNOWN`` with anything else in it."""
+    if type(result) is Tensor and result.is_meta:
+        return result.shape, result.stride(), result.dtype
+    if type(result) is tuple:
+        parts = [each if each is None or type(each) is int else _layout(each) for each in result]
+        return _UNKNOWN if _UNKNOWN in parts else parts
+    return _UNKNOWN
+
+
+def _made(layout: Any) -> Any:
+    if type(layout) is list:
+        return tuple([_made(each) for each in layout])
+    if type(layout) is tuple:
+        return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
+    return layout
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

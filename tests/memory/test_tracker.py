@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hf.memory.kernels import AsOnCuda, workspace
 from ds_hf.memory.tracker import Kind, LiveTensors, rounded
@@ -65,6 +68,62 @@ def test_kinds() -> None:
 def test_a_question_about_values_is_answered_as_for_a_batch_without_padding() -> None:
     with LiveTensors(lambda live, scratch: None):
         assert bool(meta(4).bool().all())
+
+
+def test_results_are_remembered_by_all_that_they_depend_on() -> None:
+    """Shapes, strides, dtypes, plain arguments, several results, operators that write or that return an argument."""
+    leaf, half = meta(4, 6), meta(6, 4, dtype=torch.bfloat16)
+    calls = [
+        lambda: leaf + 1, lambda: leaf + 1.0, lambda: half + 1, lambda: half + 1.0, lambda: half.t() + 1,
+        lambda: (half.t() > 1, half.t() + leaf), lambda: half.bool() * 2, lambda: half.bool() * True,
+        lambda: half.long() * 2.0, lambda: leaf.t() @ leaf, lambda: leaf[:2] @ leaf.t(), lambda: leaf.sum(0),
+        lambda: leaf.sum(1), lambda: leaf.sum(1, keepdim=True), lambda: torch.cat([leaf, leaf[:1]]),
+        lambda: torch.cat([leaf, leaf[:1], leaf]), lambda: leaf.max(dim=1), lambda: leaf.max(), lambda: leaf.sort(),
+        lambda: leaf.split(2), lambda: leaf.clone().add_(1), lambda: leaf.float(), lambda: leaf.half(),
+        lambda: F.layer_norm(leaf, (6,)), lambda: torch.native_layer_norm(half.t(), (6,), None, None, 1e-5),
+        lambda: torch.empty_like(half.t()), lambda: torch.zeros(3, 5, device="meta"),
+        lambda: torch.zeros(3, device="meta"), lambda: torch.zeros(3), lambda: torch.arange(4)[1:].sum(),
+        lambda: leaf.expand(3, 4, 6).clone(),
+        lambda: F.dropout(leaf, 0.5, training=False), lambda: leaf.view(3, 8) * 2,
+        lambda: leaf.clone().t_(), lambda: leaf.clone().resize_(2, 2), lambda: leaf.clone().unsqueeze_(0).mul_(2),
+        lambda: half.t().clone().addmm_(half.t(), half @ half.t()), lambda: leaf.clone().set_(half.float()),
+    ]  # fmt: skip
+
+    def all_of() -> list[object]:
+        given = {leaf.untyped_storage()._cdata: "leaf", half.untyped_storage()._cdata: "half"}
+        seen = []
+        for call in calls:
+            tensors = call()  # type: ignore[no-untyped-call]
+            for each in (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors):
+                storage = each.untyped_storage()
+                seen.append((*map(str, (each.shape, each.stride(), each.dtype, each.device)), storage.nbytes()))
+                seen[-1] += (given.get(storage._cdata, "its own"), each.tolist() if each.device.type == "cpu" else None)
+        return seen
+
+    expected = all_of()
+    for context in (torch.enable_grad(), torch.inference_mode()):
+        with context, LiveTensors(lambda live, scratch: None) as tracker:
+            assert all_of() == all_of() == expected
+            assert len(tracker._results._found) > 20
+
+
+def test_what_is_remembered_is_not_called_again() -> None:
+    """Five layers ask what one asks; operators that change a form are asked each time."""
+    counted: list[object] = []
+
+    class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    leaf, weight = meta(4, 4), meta(4, 4)
+    with Counts(), LiveTensors(lambda live, scratch: None):  # the inner mode's calls reach the outer one
+        for _ in range(5):
+            leaf = (leaf @ weight).sigmoid()
+            leaf.addmm_(leaf, weight).t_()
+    aten = torch.ops.aten
+    asked = [aten.mm.default, aten.sigmoid.default, aten.addmm_.default, aten.t_.default]
+    assert [counted.count(func) for func in asked] == [2, 1, 1, 5], "the first product's strides are others"
 
 
 @pytest.mark.parametrize("masked", [False, True])

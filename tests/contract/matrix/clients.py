@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ MICRO = plain.SAMPLES
 
 
 def forget() -> None:
-    """What accelerate and transformers remember for a whole process."""
+    """What accelerate, transformers and torch's compiler remember for a whole process."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -55,6 +56,8 @@ def forget() -> None:
     unset_hf_deepspeed_config()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))]:
         del os.environ[name]
+    if "torch._dynamo" in sys.modules:  # it counts the graphs of a forward over all engines, and goes without after eight
+        torch.compiler.reset()
     gc.collect()
 
 
