@@ -211,6 +211,7 @@ def test_deepspeed_autotuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.minutes(3)
 def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
     """20 ms a sample, 8 samples a step: without workers the script does little but wait."""
     (tmp_path / "train.py").write_text(SLOW_DATA)

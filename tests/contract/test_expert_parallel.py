@@ -179,6 +179,7 @@ def compiled(size: int, compile: Any, quick: bool = False) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "quick"), [(1, True), (2, False)])
+@pytest.mark.minutes(4)
 def test_compiled_blocks(size: int, quick: bool) -> None:
     eager = run_distributed(compiled, 2, size, False, timeout=200)
     blocks = run_distributed(compiled, 2, size, "blocks", quick, timeout=200)

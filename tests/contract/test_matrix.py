@@ -248,6 +248,7 @@ def test_a_slice() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(ASKED), reason="DS_HF_MATRIX asks for others")
 @pytest.mark.parametrize("seed", [FIXED, TODAY])
+@pytest.mark.minutes(5)
 def test_every_pair(seed: int) -> None:
     print(f"DS_HF_MATRIX_SEED={seed}")
     check([*covering(seed), *REFUSED, *refused(seed, 6)])

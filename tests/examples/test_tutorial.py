@@ -31,6 +31,7 @@ def test_only_existing_files_are_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.minutes(10)
 def test_from_a_trainer_script_to_a_tuned_run(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

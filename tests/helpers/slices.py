@@ -2,7 +2,8 @@
 
 A slice is a function of the names of tests alone, so that seven of them are all tests. What is left of a slice when its
 time is over is skipped and told in one line, and is no failure. The order begins a quarter further on every six hours
-and each week: what was left comes later in the day, or, with one run a day, in the weeks after.
+and each week: what was left comes later in the day, or, with one run a day, in the weeks after. A test that is marked
+as long, ``minutes(5)``, begins while so much time is left; those of the first quarter begin at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
     return [*items[start:], *items[:start]]
 
 
+def _minutes(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("minutes")
+    return mark.args[0] if mark else 0.0
+
+
 class Slice:
     """The plugin of a run, on the process that was called and on its workers."""
 
@@ -63,10 +69,12 @@ class Slice:
         chosen = set(map(id, mine))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = rotated(mine, self.turn)
+        quarter = -(-len(items) // PARTS)
+        items[:quarter] = sorted(items[:quarter], key=_minutes, reverse=True)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
-        if time.time() > self.end:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.time() + 60 * _minutes(item) > self.end:
             pytest.skip(_LEFT)
 
     def pytest_runtest_logreport(self, report: Any) -> None:

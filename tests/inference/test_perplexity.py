@@ -48,6 +48,7 @@ def perplexity(model: Any, tokens: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.minutes(5)
 def test_perplexity_of_8_and_4_bits() -> None:
     tokens = text()
     held_out, rest = tokens[: 8 * 8 * LENGTH], tokens[8 * 8 * LENGTH :]

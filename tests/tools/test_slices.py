@@ -22,7 +22,7 @@ def _run(*args: str) -> str:
     return f"{ran.returncode} {ran.stdout} {ran.stderr}"
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", [*range(9), pytest.param(9, marks=pytest.mark.minutes(6))])
 def test_days_and_weeks(number: int) -> None:
     day = datetime(2026, 12, 28 - number, 1)
     through_a_day = [turn_of(day + timedelta(hours=hours)) for hours in (0, 6, 12, 18)]
@@ -43,6 +43,9 @@ def test_a_slice_and_its_time() -> None:
         assert f"slice {number}/2: all of it has run" in told
         counts.append(int(told.partition(" passed")[0].split()[-1]))
     assert sum(counts) == 10
+    told = _run("--slice", "1/1", "--minutes", "5")
+    assert told.startswith("0 "), told
+    assert "slice 1/1: 1 tests were left when 5 minutes were over" in told, "one takes longer than what is left"
     told = _run("--slice", "1/1", "--minutes", "-1", "-n", "2")
     assert told.startswith("0 "), told
     assert "slice 1/1: 10 tests were left when -1 minutes were over" in told

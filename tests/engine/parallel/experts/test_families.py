@@ -91,6 +91,7 @@ def gradients_at(kinds: tuple[str, ...], size: int) -> dict[tuple[str, int], flo
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))  # a slice of the slow tests waits for the one that it began last
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 4)])
+@pytest.mark.minutes(4)
 def test_gradients_of_all_families_at_all_stages(world: int, size: int, part: int) -> None:
     kinds = planned(FAMILIES)[part::3]
     for found in run_distributed(gradients_at, world, kinds, size, timeout=600):
