@@ -56,7 +56,7 @@ def forget() -> None:
     unset_hf_deepspeed_config()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_"))]:
         del os.environ[name]
-    if "torch._dynamo" in sys.modules:  # it counts the graphs of a forward over all engines, and goes without after eight
+    if "torch._dynamo" in sys.modules:  # of a forward it makes eight graphs, over all engines, and then goes without
         torch.compiler.reset()
     gc.collect()
 
