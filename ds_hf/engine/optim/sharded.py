@@ -15,6 +15,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -93,6 +94,10 @@ class ShardedOptimizer(BufferStates, Optimizer):
         take_over_state(inner, self.segments, whole=policy.whole)
         self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         self.groups = groups
+        self._mode = ""  # of an optimizer that has modes
+        for name in ("train", "eval"):  # scripts may hold, and ask, their own object
+            if hasattr(inner, name):
+                setattr(inner, name, partial(self._change_mode, name))
         self._mixed: set[GradientBuffer] = set()  # of which some parameters are frozen
         self._gradients: dict[FlatBuffer, GradientBuffer] = {}
         self._outcome, self._unused = Outcome(), Unused()
@@ -157,12 +162,27 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.reducer.clear()
 
     def train(self) -> None:
-        """Passed on to optimizers that have a train mode (schedule-free)."""
-        getattr(self.optimizer, "train", lambda: None)()
+        """Passed on to optimizers that have a train mode (schedule-free). Collective, as ``eval``."""
+        self._change_mode("train")
 
     def eval(self) -> None:
-        """Passed on to optimizers that have an eval mode (schedule-free)."""
-        getattr(self.optimizer, "eval", lambda: None)()
+        """Passed on to optimizers that have an eval mode (schedule-free), which moves the weights. Collective where the
+        mode changes: each process moves what it owns."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        change = getattr(type(self.optimizer), name, None)
+        if change is None:
+            return
+        self.settle()
+        before, self._mode = self._modes(), name
+        change(self.optimizer)
+        if self._modes() != before:
+            self._apply.write_weights(dict.fromkeys(self.masters))
+
+    def _modes(self) -> list[Any]:
+        """The last that was asked for, and that of each group, which a checkpoint brings."""
+        return [self._mode, *(group.get("train_mode") for group in self.optimizer.param_groups)]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the inner optimizer's state over its segments, masters and loss scaler.
@@ -448,6 +468,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
         self.reducer.clear()
+        for name in ("train", "eval"):
+            vars(self.optimizer).pop(name, None)
         for group, params in zip(self.optimizer.param_groups, self.given, strict=False):
             group["params"] = params
         self.optimizer.state.clear()

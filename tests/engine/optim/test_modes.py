@@ -1,0 +1,142 @@
+"""Optimizers with a train and an eval mode (schedule-free), which move the weights between their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_hf import initialize
+from ds_hf.engine.zero.access import safe_get_full_fp32_param
+from ds_hf.errors import ConfigError
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, full_weights
+
+BETA = 0.9
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD of Defazio et al. 2024 (arXiv:2405.15682), with the modes of its authors' package."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": True})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / BETA)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(True, 1 - BETA)
+
+    def _move(self, train: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["train_mode"] != train else ():
+                if "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], weight)
+            group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate = 1 / (group["k"] + 1)
+            for param in group["params"]:
+                state = self.state[param]
+                z = state.setdefault("z", param.clone())
+                param.lerp_(z, rate).add_(param.grad, alpha=group["lr"] * (BETA * (1 - rate) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def batch(index: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + rank))
+
+
+def differences(stage: int, offload: bool, own: bool, folder: str) -> list[float]:
+    """How far weights are from plain torch's in the modes; ``own``: the user's object is told, and not the engine's."""
+    plain, world = layers(), dist.get_world_size()
+    reference = ScheduleFree(plain.parameters(), 0.5)
+
+    def made() -> Any:
+        model = layers()
+        inner = ScheduleFree(model.parameters(), 0.5)
+        config = base_config(stage, optimizer=None, zero_allow_untested_optimizer=True)
+        if offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            config["zero_force_ds_cpu_optimizer"] = False
+        engine, optimizer, *_ = initialize(model=model, optimizer=inner, config=config)
+        return engine, inner if own else optimizer
+
+    engine, optimizer = made()
+    found = []
+
+    def compare() -> None:
+        weights = full_weights(engine.module)
+        found.append(max(float((weights[n] - p.detach()).abs().max()) for n, p in plain.named_parameters()))
+
+    for index, mode in enumerate(("train", "train", "eval", "train", "resume", "train")):
+        if mode == "resume":  # what was saved in eval mode goes on in train mode
+            optimizer.eval()
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine, optimizer = made()
+            engine.load_checkpoint(folder)
+        else:
+            for each in (optimizer, reference):
+                getattr(each, mode)()
+            compare()
+        if mode == "train":
+            reference.zero_grad()
+            engine.backward(engine(batch(index, dist.get_rank())).square().mean())
+            engine.step()
+            for rank in range(world):
+                (plain(batch(index, rank)).square().mean() / world).backward()
+            reference.step()
+            compare()
+    engine.destroy()
+    return found
+
+
+def in_16_bits(stage: int) -> float:
+    """How far the model's weights in eval mode are from the fp32 ones that the optimizer has, rounded."""
+    model = layers()
+    inner = ScheduleFree(model.parameters(), 0.5)
+    config = base_config(stage, optimizer=None, zero_allow_untested_optimizer=True, bf16={"enabled": True})
+    engine, optimizer, *_ = initialize(model=model, optimizer=inner, config=config)
+    for index in range(3):
+        engine.backward(engine(batch(index, dist.get_rank()).bfloat16()).square().mean())
+        engine.step()
+    before = full_weights(model)
+    optimizer.eval()
+    after = full_weights(model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    return max(float((after[name] - masters[name].bfloat16()).abs().max()) for name in after)  # type: ignore[union-attr]
+
+
+def everywhere(folder: str) -> None:
+    for stage, offload, own in ((0, False, False), (1, False, True), (2, True, False), (3, False, True)):
+        found = differences(stage, offload, own, f"{folder}/{stage}")
+        assert max(found) < 1e-6, (stage, found)
+    for stage in (0, 2):
+        assert in_16_bits(stage) == 0.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_of_the_modes(world: int, tmp_path: Any) -> None:
+    run_distributed(everywhere, world, str(tmp_path), timeout=60)
+
+
+def test_what_needs_a_closure_is_refused() -> None:
+    model = layers()
+    config = base_config(0, optimizer=None, zero_allow_untested_optimizer=True)
+    with pytest.raises(ConfigError, match=r"LBFGS.step\(\) computes losses again by a closure"):
+        initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config)
