@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
@@ -489,7 +490,23 @@ def _quantize(settings: Config, plan: StatePlan, model: nn.Module, inner: Optimi
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    """An optimizer that only calls others would update nothing: what those hold is not what the engine fills."""
+    """An optimizer that only calls others, or goes through a list of its own, would update nothing: what those hold is
+    not what the engine fills."""
+    name = type(optimizer).__name__
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"{name}.step() computes losses again by a closure, several times a step, and an engine has them from "
+            "backward alone: give an optimizer that makes its step of one gradient"
+        )
+    listed = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    beside = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")}
+    if held := [key for key, value in beside.items() if _holds(value, listed)]:
+        warn_once(
+            f"{name} keeps parameters beside its param_groups (in {', '.join(held)}). The engine gives gradients to "
+            "what the groups list, which are masters and shards of them: what step() updates by way of the others does "
+            "not train"
+        )
     own = {id(group) for group in optimizer.param_groups}
     for name, part in vars(optimizer).items():
         if isinstance(part, Optimizer) and not any(id(group) in own for group in part.param_groups):
@@ -498,6 +515,16 @@ def _check_optimizer(optimizer: Optimizer) -> None:
                 f"{type(part).__name__}), whose parameters the engine does not know: share the parameter groups "
                 "between them, or give one optimizer with several groups"
             )
+
+
+def _holds(value: Any, listed: set[int], depth: int = 2) -> bool:
+    """Whether a parameter that is listed is in ``value``, or in containers of it."""
+    if isinstance(value, Tensor):
+        return id(value) in listed
+    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return (
+        depth > 0 and isinstance(parts, (list, tuple, set)) and any(_holds(part, listed, depth - 1) for part in parts)
+    )
 
 
 def _check_scheduler(optimizer: Any, lr_scheduler: Any) -> None:
@@ -533,6 +560,8 @@ def _called(function: Callable[..., Optimizer], groups: list[dict[str, Any]]) ->
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     given = [[id(p) for p in group["params"]] for group in trained]
     optimizer = function(trained)
+    if isinstance(optimizer, Optimizer):
+        _check_optimizer(optimizer)
     made = getattr(optimizer, "param_groups", [])
     if given == [[id(p) for p in group["params"]] for group in made]:
         for group, listed in zip(made, groups, strict=True):

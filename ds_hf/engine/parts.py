@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -514,7 +513,6 @@ def _connect(inner: OneBitOptimizer, settings: Config, plan: StatePlan, mesh: Me
 
 
 def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
-    _refuse_closures(inner)
     elementwise = is_elementwise(inner)
     cut = any(is_cut(param) for group in inner.param_groups for param in group["params"])
     by_matrix = _takes_experts(inner, mesh)
@@ -543,16 +541,6 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
         alike=mesh.shape.expert == 1,
         cut_over=mesh.world if cut and isinstance(inner, TensorwiseOptimizer) and not by_matrix else None,
     )
-
-
-def _refuse_closures(inner: Optimizer) -> None:
-    closure = signature(type(inner).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"{type(inner).__name__}.step() computes losses again by a closure, several times a step, and "
-            "an engine has them from backward alone: take an optimizer that makes its step of one gradient",
-            "initialize(optimizer=...)",
-        )
 
 
 def _takes_experts(inner: Optimizer, mesh: Mesh) -> bool:

@@ -35,6 +35,8 @@ from ds_hf.log import warn_once
 
 __all__ = ["Reducer", "divided_loss"]
 
+_MANY = 64  # accumulations without a first step: it is made by something else than the engine
+
 # A backward may reach parameters of several engines, and its loss is of one of them.
 _driven: list[float | None] = []  # the loss scale of the backward that an engine runs, None without one
 _by_hand: WeakSet[Reducer] = WeakSet()  # whose loss scale the present backward has, which no engine runs
@@ -101,6 +103,7 @@ class Reducer:
         self.accumulation = accumulation or Accumulation(1)
         self.suspended = False  # inside no_sync() or coalesce_grad_reduction()
         self.held = False  # backwards inside those left gradients that nothing has reduced yet
+        self._finished = False  # a step was made
         self.backwards = 0  # how many ended since all gradients were cleared
         self.used: dict[Unit, None] = {}
         self._agreed: list[Unit] | None = None
@@ -335,6 +338,11 @@ class Reducer:
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
         self.backwards += self.has_new
+        if self.backwards == _MANY * self.accumulation.steps and not self._finished:
+            warn_once(
+                f"{self.backwards} backwards, and no step yet: gradients add up. engine.step() makes it, at the "
+                "boundary of an accumulation; step() of the optimizer given to initialize() finds no gradients"
+            )
         for buffer in self.buffers:
             buffer.collect(self.factor, soon=self.reduces and not buffer.buffer.replicas.tied)
         self.held = self.suspended or (self.held and not self.reduces)
@@ -403,7 +411,7 @@ class Reducer:
         Raises:
             DsHfError: they wrote it where it was sharded by then.
         """
-        self.shown = False
+        self.shown, self._finished = False, True
         buffers = [*self._inside, *self._tied]
         together = not all(buffer.alone for buffer in buffers)
         nothing = together and all(buffer.untouched for buffer in buffers)

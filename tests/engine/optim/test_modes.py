@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import nn
 from ds_hf import initialize
 from ds_hf.engine.zero.access import safe_get_full_fp32_param
 from ds_hf.errors import ConfigError
+from ds_hf.log import forget_said, logger
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config, full_weights
 
 BETA = 0.9
@@ -133,6 +137,53 @@ def everywhere(folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_of_the_modes(world: int, tmp_path: Any) -> None:
     run_distributed(everywhere, world, str(tmp_path), timeout=60)
+
+
+class OwnList(torch.optim.Optimizer):
+    """Its step goes through a list that it has kept."""
+
+    def __init__(self, params: Any) -> None:
+        self.listed = {"all": list(params)}
+        super().__init__(self.listed["all"], {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.listed["all"]:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+def test_what_goes_through_a_list_of_its_own_is_told() -> None:
+    """It does not train: at no stage are the gradients where it looks for them."""
+    forget_said()
+    logger.addHandler(lines := Lines(logging.WARNING))
+    config = base_config(0, optimizer=None, zero_allow_untested_optimizer=True)
+    for inner, says in ((OwnList, 1), (ScheduleFree, 0)):
+        model = layers()
+        optimizer = inner(model.parameters()) if inner is OwnList else ScheduleFree(model.parameters(), 0.5)
+        initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
+        told = [text for text in lines.texts if "keeps parameters beside its param_groups (in listed)" in text]
+        assert len(told) == says
+        lines.texts.clear()
+    logger.removeHandler(lines)
+
+
+def test_steps_of_the_object_that_was_given_are_told() -> None:
+    """They find no gradients, which add up until the engine makes a step."""
+    forget_said()
+    logger.addHandler(lines := Lines(logging.WARNING))
+    for stepped in (True, False):
+        model = layers()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = initialize(model=model, optimizer=inner, config=base_config(0, optimizer=None))
+        before = copy.deepcopy(dict(model.named_parameters()))
+        for index in range(65):
+            engine.backward(engine(batch(index, 0)).square().mean())
+            (engine if stepped else inner).step()
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters()) is not stepped
+        assert sum("64 backwards, and no step yet" in text for text in lines.texts) == (not stepped)
+        engine.destroy()
+    logger.removeHandler(lines)
 
 
 def test_what_needs_a_closure_is_refused() -> None:
