@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ds_hf.log import forget_said
 from tests.contract.test_divided_tokens import KEY, assert_equal, engine_of, gradients_of, plain, samples
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
-from tests.helpers.tensor import Fused, build, loss_of
+from tests.helpers.tensor import Block, Fused, build, loss_of
 
 ORDERS = {
     "the first dropped": [1, 2],
@@ -98,6 +99,51 @@ def test_blocks_called_otherwise() -> None:
             for missing in rank[name].keys() - expected.keys():  # dropped
                 assert not rank[name].pop(missing).any()
             assert_equal(rank[name], expected)
+
+
+class AsTransformersDid(Block):
+    """Computed again from within its call, hooks and all: blocks of transformers 5.0 to 5.19."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(super().__call__, **kwargs), *args, use_reentrant=False)
+
+
+def computed_again() -> Iterator[tuple[str, Ordered]]:
+    yield "around", ordered(call=checkpointed(False))
+    model = ordered()
+    for block in model.blocks:
+        block.__class__ = AsTransformersDid
+    yield "within", model
+
+
+def compiled() -> dict[str, Any]:
+    """Gradients of two steps, and how many graphs there were after each."""
+    found = {}
+    for name, model in computed_again():
+        torch.compiler.reset()
+        engine = engine_of(model, "fused", 2, 1)
+        engine.compile(backend="aot_eager")
+        steps = [(gradients_of(engine)[1], engine.compile_report().graphs) for _ in range(2)]
+        found[name] = steps
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_and_computed_again() -> None:
+    """What a block gives is tried out eagerly at first, which a checkpoint has to repeat as it was."""
+    ran = run_distributed(compiled, 2, timeout=120)
+    for name, model in computed_again():
+        for step in range(2):
+            expected = {key: value.clone() for key, value in plain(model).items()}
+            for rank in ran:
+                gradients, graphs = rank[name][step]
+                assert_equal(gradients, expected, 1e-11)
+                assert bool(graphs) == bool(step), "eager until the optimizer's step, and compiled behind it"
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= param.grad
+                    param.grad = None
 
 
 def refused() -> dict[str, str]:

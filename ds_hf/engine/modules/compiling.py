@@ -91,6 +91,7 @@ class ModuleCompiler:
         self._eager: set[nn.Module] = set()  # captured, and not compiled
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
+        self.tries = False  # since blocks were tried out eagerly, until the optimizer's step
         self._before: tuple[int, dict[str, int]] | None = None
         for module in self.hooked:
             before = module.__dict__.pop("_compiled_call_impl", None)
@@ -132,7 +133,7 @@ class ModuleCompiler:
             self._eager.discard(module)
         if module in self.compiled:
             return
-        forward = self._made(module, around.given if decides else module.forward, args, options)
+        forward = _AsTried(self, self._made(module, around.given if decides else module.forward, args, options))
         self.compiled[module] = stand_in = StandIn(module, "forward", forward)
         if decides:
             around.given = forward
@@ -177,6 +178,7 @@ class ModuleCompiler:
 
     def on_step(self) -> CompileReport | None:
         """Note an optimizer step; the report when it is worth telling."""
+        self.tries = False
         if not self.compiled:
             return None
         self.steps += 1
@@ -310,6 +312,28 @@ class _Budgeted:
 
         with config.patch(activation_memory_budget=self.budget):
             return self.backend(graph, inputs, **self.options)
+
+
+class _AsTried:
+    """A compiled forward that computes eagerly through a step in which it began so: what a block gives is tried out
+    before it is compiled, and a checkpoint around it counts the tensors that it saves when it computes it again."""
+
+    def __init__(self, compiler: ModuleCompiler, forward: Callable[..., Any]) -> None:
+        self.compiler, self.forward = compiler, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self.compiler.tries:
+                with torch.compiler.set_stance("force_eager"):
+                    return self.forward(*args, **kwargs)
+            self.compiler.tries = _is_eager()
+        return self.forward(*args, **kwargs)
+
+
+def _is_eager() -> bool:
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")
 
 
 class _Compile:
