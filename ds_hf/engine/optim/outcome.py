@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ds_hf.config.plan import NonFiniteMode
 from ds_hf.engine.comm import collectives
@@ -36,7 +37,7 @@ from ds_hf.engine.optim.segments import Segment, fragments_of
 from ds_hf.engine.zero.at_rest import name_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.errors import NonFiniteError
+from ds_hf.errors import DsHfError, NonFiniteError
 from ds_hf.log import logger, warn_once
 
 __all__ = ["LastStep", "NonFinite", "Outcome", "Unused", "global_scale_and_skip", "shared"]
@@ -124,7 +125,16 @@ class LastStep:
         self._undo: Callable[[], None] | None = None  # while it is open
 
     def advance(self, optimizer: Any, scheduler: Any, **kwargs: Any) -> bool:
-        """Advance ``scheduler``, if there is one, unless ``optimizer`` skipped its step; whether that is known."""
+        """Advance ``scheduler``, if there is one, unless ``optimizer`` skipped its step; whether that is known.
+
+        Raises:
+            DsHfError: it needs a metric.
+        """
+        if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in kwargs:
+            raise DsHfError(
+                'ReduceLROnPlateau needs a metric at each step: engine.step(lr_kwargs={"metrics": value}). To step it '
+                "by the loss of an evaluation, do not give it to initialize(), and call its step(value) there"
+            )
         later = optimizer.learns_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
         self._undo = _remember(scheduler, optimizer.param_groups) if later and scheduler is not None else _nothing
         if scheduler is not None and (later or not optimizer.skipped):

@@ -65,6 +65,7 @@ def check_all(near: int) -> list[Any]:
             sent.clear()
             check_gather(axis, form, n)
         check_not_finite(axis, form, groups)
+        check_nothing(axis, form, groups)
     return found
 
 
@@ -86,6 +87,27 @@ def check_not_finite(axis: Axis, form: BlockFormat, groups: tuple[Axis, Axis] | 
             full[-1] = bad  # of the last rank
         got = BlockSums(axis, form, groups).reduce_scatter(full, factor=1.0)
         assert got.isfinite().all() == (axis.rank < axis.world_size - 1)
+
+
+def check_nothing(axis: Axis, form: BlockFormat, groups: tuple[Axis, Axis] | None) -> None:
+    """A sum is of negative zeros where no rank has anything, and what rounding has lost before is owed still; one rank
+    with zeros is enough for another sum."""
+    n = 300
+    for feedback in (None, Feedback(0.5, 9)):
+        sums = BlockSums(axis, form, groups, feedback)
+        full = data(axis.rank, n * axis.world_size)
+        first = sums.reduce_scatter(full.clone(), factor=1.0)
+        owed = {hop: error.clone() for hop, error in sums._errors.items()}
+        for others in (True, False):  # whether the last rank has nothing, as all others
+            nothing = others or axis.rank < axis.world_size - 1
+            zeros = torch.full_like(full, -0.0 if nothing else 0.0)
+            got = sums.reduce_scatter(zeros, factor=1.0, nothing=nothing)
+            if others:
+                assert (got.signbit() & (got == 0)).all()
+                assert all(torch.equal(error, owed[hop]) for hop, error in sums._errors.items())
+            else:
+                assert not (got.signbit() & (got == 0)).all()
+        assert first.abs().sum() > 0
 
 
 @pytest.mark.parametrize(("world", "near"), [(2, 1), (4, 2), pytest.param(3, 1, marks=pytest.mark.slow)])

@@ -1,4 +1,5 @@
-"""Optimizers with a train and an eval mode (schedule-free), which move the weights between their steps."""
+"""Optimizers and schedules of the user's own: with modes that move the weights between steps (schedule-free), with
+lists of their own, closures and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from ds_hf import initialize
 from ds_hf.engine.zero.access import safe_get_full_fp32_param
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import forget_said, logger
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
@@ -191,3 +192,28 @@ def test_what_needs_a_closure_is_refused() -> None:
     config = base_config(0, optimizer=None, zero_allow_untested_optimizer=True)
     with pytest.raises(ConfigError, match=r"LBFGS.step\(\) computes losses again by a closure"):
         initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config)
+
+
+def test_a_schedule_that_needs_a_metric() -> None:
+    """It is given with the step, also within an accumulation; without it the sentence says how."""
+    model = layers()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, factor=0.5, patience=0)
+    config = base_config(0, optimizer=None, gradient_accumulation_steps=2)
+    engine, *_ = initialize(model=model, optimizer=inner, config=config, lr_scheduler=schedule)
+    rates = []
+    for index, metric in enumerate((1.0, 1.0, 2.0, 0.5)):
+        for micro in range(2):
+            engine.backward(engine(batch(2 * index + micro, 0)).square().mean())
+            engine.step(lr_kwargs={"metrics": metric})
+        rates.append(inner.param_groups[0]["lr"])
+    assert rates == [1.0, 0.5, 0.25, 0.25]
+    for _ in range(2):
+        engine.backward(engine(batch(0, 0)).square().mean())
+        if engine.is_gradient_accumulation_boundary():
+            with pytest.raises(
+                DsHfError, match=r"ReduceLROnPlateau needs a metric at each step: engine.step\(lr_kwargs="
+            ):
+                engine.step()
+        else:
+            engine.step()
