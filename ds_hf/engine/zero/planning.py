@@ -333,6 +333,12 @@ def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:
     return found
 
 
+_TIED_BY_PEFT = (
+    ". PEFT's ensure_weight_tying has made these, and ties them again when the saved adapter is loaded, which is then "
+    "another model than the one that was trained: leave it out, and name both layers in target_modules"
+)
+
+
 def tell_common_memory(model: nn.Module) -> None:
     """Warn of parameters and buffers that lie where a parameter that trains lies.
 
@@ -356,7 +362,7 @@ def tell_common_memory(model: nn.Module) -> None:
                 f"{one} and {other} {what} in the same memory, and no longer change together (said once, for the "
                 "first of them): the engine gives each its own place, with the values of now. To tie them, make them "
                 "one parameter (as in head.weight = embedding.weight); where each is meant to be by itself, begin with "
-                "a copy (.clone())"
+                f"a copy (.clone()){_TIED_BY_PEFT if 'lora_' in one and 'lora_' in other else ''}"
             )
             return
         if start + _extent(tensor) > end:

@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero import planning
@@ -144,3 +146,18 @@ def test_parameters_and_buffers_that_change_with_others_are_told(caplog: pytest.
     assert [text[:60] for text in told(same)] == ["a.weight and b.weight are two parameters in the same memory,"]
     assert "a.weight and b.bias are two parameters" in told(row)[0]
     assert "a.bias and b.start are a parameter and a buffer" in told(kept)[0]
+
+
+@pytest.mark.parametrize("tying", [False, True])
+def test_what_to_do_about_adapters_that_peft_ties(tying: bool, caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    both = ["embed_tokens", "lm_head"]
+    lora = peft.LoraConfig(r=2, target_modules=both[:1] if tying else both, ensure_weight_tying=tying)
+    model = peft.get_peft_model(LlamaForCausalLM(config), lora)
+    with caplog.at_level(logging.WARNING, logger="ds_hf"):
+        tell_common_memory(model)
+    found = [text for record in caplog.records if "two parameters in the same memory" in (text := record.getMessage())]
+    assert ["PEFT's ensure_weight_tying" in text and "name both layers" in text for text in found] == [True] * tying
