@@ -345,6 +345,7 @@ def _is_plain(x: Any) -> bool:
         and not x.is_meta
         and x.dim() > 0
         and not x.is_inference()
+        and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -357,6 +358,16 @@ def test_modes_that_watch_operations_see_those_of_peft() -> None:
             return tangent + net(x, x).square().sum()  # type: ignore[no-any-return]
 
     assert_same_step(adapted(Cross()), 1e-12, run)
+
+
+def test_what_is_traced_can_be_written(tmp_path: Path) -> None:
+    """``torch.jit.trace`` writes operations of torch, as PEFT's are."""
+    model, x = adapted(Cross()).eval(), torch.ones(4, 6, dtype=torch.float64)
+    fuse(model)
+    with torch.no_grad():
+        expected = model(x, x)
+        torch.jit.trace(model, (x, x)).save(tmp_path / "traced.pt")
+    assert torch.allclose(torch.jit.load(tmp_path / "traced.pt")(x, x), expected, 1e-12, 1e-15)
 
 
 def test_copies_and_closed_engines_have_the_layers_own_forward() -> None:
