@@ -318,7 +318,8 @@ class _Moment:
         for segment in segments_of(optimizer, self.buffer):
             state = optimizer.state.get(segment.param, {}).get(self.key)
             first, last = max(segment.start, low), min(segment.end, high)
-            if isinstance(state, Tensor) and first < last:
+            # The same name may be of a moment in one segment, and of something else in another.
+            if isinstance(state, Tensor) and state.shape == segment.param.shape and first < last:
                 yield first - low, last - low, plain(state).reshape(-1)[first - segment.start : last - segment.start]
 
     def value(self) -> Tensor:

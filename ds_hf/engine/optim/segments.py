@@ -142,24 +142,39 @@ def take_over_state(
     if not before:
         return
     _fill_empty(optimizer, before)
-    elementwise = {
-        key
-        for param, state in before.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == logical_shape(param) and key != "step"
-    }
     for gradient, segments in segments_of.items():
         buffer = gradient.buffer
         for segment, inside in fragments_of(segments, whole=whole):
-            states = [before.get(buffer.params[f.slot.index], {}) for f in inside]
+            params = [buffer.params[f.slot.index] for f in inside]
+            states = [before.get(param, {}) for param in params]
             for key, value in states[0].items():
-                if key in elementwise:
+                if key != "step" and _is_elementwise(optimizer, key, params, states):
                     value = torch.zeros_like(segment.param, dtype=value.dtype)
                     for fragment, state in zip(inside, states, strict=True):
                         start, length = fragment.shard_start - segment.start, fragment.numel
                         piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
                         value.view(-1)[start : start + length].copy_(piece)
                 optimizer.state[segment.param][key] = value
+
+
+def _is_elementwise(
+    optimizer: Optimizer, key: str, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the state ``key`` has an element for each of the parameters of a segment.
+
+    Raises:
+        ConfigError: it has for some of several, so that they have nothing in common.
+    """
+    shapes = [getattr(state.get(key), "shape", None) for state in states]
+    alike = [shape == logical_shape(param) for shape, param in zip(shapes, params, strict=True)]
+    if any(alike) and not all(alike) and any(shape for shape in shapes):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has a state {key!r} of the shapes {[tuple(shape or ()) for shape in shapes]} "
+            f"for parameters of {[tuple(logical_shape(param)) for param in params]}, which are updated together: give "
+            "initialize() the optimizer before its first step",
+            "initialize(optimizer=...)",
+        )
+    return all(alike)
 
 
 def _follow_overrides(optimizer: Optimizer, segments: Iterable[Segment]) -> None:

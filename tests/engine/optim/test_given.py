@@ -217,3 +217,47 @@ def test_a_schedule_that_needs_a_metric() -> None:
                 engine.step()
         else:
             engine.step()
+
+
+class ByRow(torch.optim.Optimizer):
+    """Steps of another length for each row, whose lengths its constructor makes: of a bias' shape, not of a matrix'."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["row"] = 1 + torch.arange(len(param)) / 10
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                lengths = self.state[param]["row"].view(-1, *[1] * (param.dim() - 1))
+                param.sub_(param.grad * lengths, alpha=group["lr"])
+                self.state[param]["row"] *= 0.9
+
+
+def test_a_state_that_has_the_shape_of_some_parameters(tmp_path: Any) -> None:
+    """Also saved and resumed, where each parameter is updated as a whole."""
+    plain = layers()
+    reference = ByRow(plain.parameters())
+    config = base_config(0, optimizer=None, zero_allow_untested_optimizer=True)
+
+    def made() -> Any:
+        model = layers()
+        return initialize(model=model, optimizer=ByRow(model.parameters()), config=config)[0]
+
+    engine = made()
+    for index in range(4):
+        if index == 2:
+            engine.save_checkpoint(str(tmp_path))
+            engine.destroy()
+            engine = made()
+            engine.load_checkpoint(str(tmp_path))
+        reference.zero_grad()
+        engine.backward(engine(batch(index, 0)).square().mean())
+        engine.step()
+        plain(batch(index, 0)).square().mean().backward()
+        reference.step()
+    for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
