@@ -120,7 +120,7 @@ class _Results:
             return func(*args, **kwargs)
         layout = self._found.get(key)
         if layout is None:
-            result = func(*args, **kwargs)
+            result = _GROUPED.get(func, func)(*args, **kwargs)
             alike = result is args[0] if writes else _is_new(result, (args, kwargs))
             self._found[key] = _layout(result) if alike else _UNKNOWN
             return result
@@ -129,6 +129,14 @@ class _Results:
         return args[0] if writes else _made(layout)
 
 
+def _grouped(first: Tensor, second: Tensor, *more: Any, **named: Any) -> Tensor:
+    """``_grouped_mm`` of any floating dtype, as CUDA's; what torch knows of the meta device is of bf16 alone."""
+    parts = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta") for x in (first, second)]
+    product: Tensor = torch.ops.aten._grouped_mm.default(*parts, *more, **named)
+    return product.to(first.dtype)
+
+
+_GROUPED = {torch.ops.aten._grouped_mm.default: _grouped}
 _UNKNOWN = object()
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 

@@ -50,6 +50,18 @@ def test_rounds_as_the_allocator() -> None:
     assert [rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_multiply_in_any_dtype(dtype: torch.dtype) -> None:
+    """Products of 6 rows with 2 experts, and gradients of both; on the meta device torch knows bf16 alone."""
+    rows, weights = meta(6, 16, dtype=dtype, grad=True), meta(2, 16, 8, dtype=dtype, grad=True)
+    with LiveTensors(lambda live, scratch: None):
+        product = F.grouped_mm(rows, weights, offs=torch.zeros(2, dtype=torch.int32, device="meta"))
+        product.backward(meta(6, 8, dtype=dtype))
+    for found, shape in ((product, (6, 8)), (rows.grad, (6, 16)), (weights.grad, (2, 16, 8))):
+        assert found is not None
+        assert (tuple(found.shape), found.dtype) == (shape, dtype)
+
+
 def test_kinds() -> None:
     tracker = LiveTensors(lambda live, scratch: None, wide=64)
     leaf = meta(8, 64, grad=True)
