@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, UnpredictableError, Workload, predict
@@ -189,12 +190,15 @@ def test_sequences_that_cannot_be_shared(changes: dict[str, Any], workload: dict
 
 
 def test_processes_that_share_layers() -> None:
+    model = build(TINY, Workload(seq_len=256))
+    table = next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    kept = 0.0 if table in model.tp_plan else 512 * 64 / model.num_parameters()  # whole before transformers 5.20
     predictor = Predictor(TINY, Workload(seq_len=256))
     alone = predictor.predict(stage(0), world_size=4)
     for size in (2, 4):
         shared = predictor.predict(stage(0, tensor_parallel={"autotp_size": size}), world_size=4)
-        for part in ("parameters", "masters", "moments"):  # norms alone are whole
-            assert shared.device[part] == pytest.approx(alone.device[part] / size, rel=0.05), part
+        for part in ("parameters", "masters", "moments"):  # besides, norms alone are whole
+            assert shared.device[part] == pytest.approx(alone.device[part] * (kept + (1 - kept) / size), rel=0.05), part
         assert shared.device["activations"] < alone.device["activations"]
     # what ZeRO divides besides: every element of a state has one owner in the world, cut or not
     divided = predictor.predict(stage(3), world_size=4)
