@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.deepspeed_api.sequence.checks import check_model
 from ds_hf.engine.parallel.sequence.heads import plan_heads
 from ds_hf.memory.prediction import UnpredictableError
 
@@ -44,13 +45,13 @@ def divided_sequences(model: nn.Module, processes: int) -> Iterator[None]:
         return
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    core = getattr(text, "_attn_implementation", None)
+    core: Any = getattr(text, "_attn_implementation", None)
     if core is None or core == "eager":
         raise UnpredictableError(
             f"sequences of {type(model).__name__} are not divided: its attention is {core}; give --attention sdpa"
         )
     try:
-        plan_heads(text.num_attention_heads, text.num_key_value_heads or text.num_attention_heads, processes)
+        check_model(model, config, core, processes)  # as in training
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

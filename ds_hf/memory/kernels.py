@@ -71,7 +71,10 @@ def _attention(
     head = query.shape[-1]
     scale = 1 / math.sqrt(head) if scale is None else scale
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    same_heads = query.shape[-3] == key.shape[-3]
+    heads, shared = query.shape[-3], key.shape[-3]
+    same_heads = heads == shared
+    if shared != value.shape[-3] or not (same_heads or shared == 1 or (enable_gqa and heads % shared == 0)):
+        raise ValueError(f"{heads} heads of queries do not go with {shared} of keys and {value.shape[-3]} of values")
     if query.dim() == 4 and attn_mask is None and query.dtype in _HALVES and same_width and head <= _FLASH_HEAD:
         spare = -head % 8
         if spare:

@@ -8,6 +8,7 @@ configuration's ``architectures`` says.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import CellType
@@ -59,7 +60,7 @@ def build(source: str | Path | PretrainedConfig, workload: Workload) -> nn.Modul
     try:
         with META:
             model: nn.Module = _model_class(config)._from_config(config, **options)
-    except (ValueError, ImportError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # whatever a model's constructor raises of numbers that do not go together
         raise UnpredictableError(f"{source}: transformers cannot build {_architecture(config)}: {error}") from error
     return model.train()
 
@@ -69,7 +70,7 @@ def _described(text: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     kind, colon, rest = text.partition(":")
-    if colon and not Path(text).exists():
+    if colon and not os.path.exists(text):  # Path would tell that it is too long for a file
         return _from_description(kind, rest, text)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(text)
@@ -92,7 +93,10 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UnpredictableError(f"{text}: {pair!r} is not of the form key=value")
-        values[_SHORT.get(key.strip(), key.strip())] = _number(value.strip())
+        name, number = _SHORT.get(key.strip(), key.strip()), _number(value.strip())
+        if name in _SHORT.values() and type(number) is int and number < 1:
+            raise UnpredictableError(f"{text}: {pair!r}: sizes are whole numbers from 1 on")
+        values[name] = number
     known = CONFIG_MAPPING[kind]()
     if "num_local_experts" in values and not hasattr(known, "num_local_experts"):
         own = next((name for name in _EXPERTS if hasattr(known, name)), "num_local_experts")

@@ -52,15 +52,19 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = [0] * len(Kind)
         self._on_change = on_change
         self._wide = wide
-        self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}  # storage -> (itself, [kind, bytes])
+        self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}  # -> (storage, [kind, bytes, counts])
         self._results = _Results()
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count the tensor's storage."""
-        self._remember(tensor.untyped_storage(), Kind.ACTIVATIONS, 0)
+        self._remember(tensor.untyped_storage(), Kind.ACTIVATIONS, counts=False)
 
     def relabel(self, tensor: Tensor, kind: Kind) -> None:
         """The tensor's storage is of another kind from now on."""
+        for part in _tensors(tensor):
+            self._relabel(part, kind)
+
+    def _relabel(self, tensor: Tensor, kind: Kind) -> None:
         entry = self._known.get(tensor.untyped_storage()._cdata)
         if entry is not None:
             cell = entry[1]
@@ -81,17 +85,24 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
+        entry = self._known.get(storage._cdata)
+        if entry is not None:
+            self._measure(storage, entry[1])  # it may have grown: by resize_(), or as the "out" of an operator
             return
         computing = torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled()
         wide = self._wide and tensor.dim() > 1 and tensor.shape[-1] == self._wide
         kind = Kind.LOGITS if wide else Kind.ACTIVATIONS if computing else Kind.TEMPORARY
-        self._remember(storage, kind, rounded(storage.nbytes()))
+        self._remember(storage, kind)
 
-    def _remember(self, storage: Any, kind: Kind, nbytes: int) -> None:
+    def _measure(self, storage: Any, cell: list[int]) -> None:
+        nbytes = rounded(storage.nbytes()) * cell[2]
+        self.live[cell[0]] += nbytes - cell[1]
+        cell[1] = nbytes
+
+    def _remember(self, storage: Any, kind: Kind, *, counts: bool = True) -> None:
         key = storage._cdata
-        cell = [int(kind), nbytes]
-        self.live[kind] += nbytes
+        cell = [int(kind), 0, int(counts)]
+        self._measure(storage, cell)
 
         def gone(_: Any) -> None:
             self.live[cell[0]] -= cell[1]
@@ -115,12 +126,12 @@ class _Results:
         if writes is None:
             return func(*args, **kwargs)
         try:
-            key = func, _key(args), _key(tuple(kwargs.items()))
+            key = func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         except TypeError:
-            return func(*args, **kwargs)
+            return _OTHERWISE.get(func, func)(*args, **kwargs)
         layout = self._found.get(key)
         if layout is None:
-            result = _GROUPED.get(func, func)(*args, **kwargs)
+            result = _OTHERWISE.get(func, func)(*args, **kwargs)
             alike = result is args[0] if writes else _is_new(result, (args, kwargs))
             self._found[key] = _layout(result) if alike else _UNKNOWN
             return result
@@ -136,7 +147,15 @@ def _grouped(first: Tensor, second: Tensor, *more: Any, **named: Any) -> Tensor:
     return product.to(first.dtype)
 
 
-_GROUPED = {torch.ops.aten._grouped_mm.default: _grouped}
+def _clone(tensor: Tensor, **named: Any) -> Tensor:
+    """Of a sparse tensor with its rows, as gradients are that autograd puts in place; torch's has none here."""
+    if tensor.layout is not torch.sparse_coo:
+        return torch.ops.aten.clone.default(tensor, **named)  # type: ignore[no-any-return]
+    indices, values = (part.clone() for part in _parts(tensor))
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
+
+
+_OTHERWISE = {torch.ops.aten._grouped_mm.default: _grouped, torch.ops.aten.clone.default: _clone}
 _UNKNOWN = object()
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
@@ -144,8 +163,10 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 @cache
 def _writes_first(func: Any) -> bool | None:
     """False where an operator makes what it returns, True where it returns its first argument, written to, and else
-    ``None``, as with views."""
+    ``None``, as with views; also of operators that are not torch's, whose shapes may depend on anything."""
     schema = func._schema
+    if func.namespace not in ("aten", "ds_hf"):
+        return None
     aliases = [each.alias_info for each in (*schema.arguments, *schema.returns)]
     if not any(aliases):
         return False if schema.returns else None
@@ -174,7 +195,7 @@ def _key(value: Any) -> Any:
         TypeError: this is not known of such an argument.
     """
     kind = type(value)
-    if (kind is Tensor or kind is nn.Parameter) and value.is_meta:
+    if (kind is Tensor or kind is nn.Parameter) and value.is_meta and value.layout is torch.strided:
         return value.shape, value.stride(), value.dtype
     if kind is tuple or kind is list:
         return tuple([_key(each) for each in value])
@@ -185,7 +206,7 @@ def _key(value: Any) -> Any:
 
 def _layout(result: Any) -> Any:
     """A result without its memory, tensors by shape, strides and dtype; ``_UNKNOWN`` with anything else in it."""
-    if type(result) is Tensor and result.is_meta:
+    if type(result) is Tensor and result.is_meta and result.layout is torch.strided:
         return result.shape, result.stride(), result.dtype
     if type(result) is tuple:
         parts = [each if each is None or type(each) is int else _layout(each) for each in result]
@@ -203,6 +224,11 @@ def _made(layout: Any) -> Any:
 
 def _tensors(result: Any) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
-        yield result
+        yield from (result,) if result.layout is torch.strided else _parts(result)
     elif result is not None:
-        yield from (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        yield from (part for leaf in tree_leaves(result) if isinstance(leaf, Tensor) for part in _tensors(leaf))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a sparse one, as gradients of ``nn.Embedding(sparse=True)`` are."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()

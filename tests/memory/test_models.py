@@ -25,6 +25,10 @@ def test_a_description() -> None:
     assert sum(p.numel() for p in model.parameters()) == 2 * 1024 * 64 + 2 * per_layer + 64
 
 
+def test_a_description_may_be_longer_than_a_file_name() -> None:
+    assert build(TINY + ",hidden=32" * 30, Workload()).config.hidden_size == 32
+
+
 def test_a_folder(tmp_path: Path) -> None:
     from transformers import BertConfig
 
@@ -48,6 +52,9 @@ def test_a_folder(tmp_path: Path) -> None:
         ("llama:hidden=65,heads=4", "llama:hidden=65"),
         ("qwen3_moe:experts=4", r"to 8 experts \(num_experts_per_tok\), and there are 4: add num_experts_per_tok=4"),
         ("deepseek_v3:experts=4", "to 8 experts"),
+        ("llama:hidden=32,layers=-2", "'layers=-2': sizes are whole numbers from 1 on"),
+        ("gpt2:n_embd=32,heads=0", "'heads=0': sizes are"),
+        ("llama:hidden=32,layers=1,heads=2,head_dim=0,vocab=64", "cannot build"),
     ],
 )
 def test_bad_names(source: str, text: str) -> None:

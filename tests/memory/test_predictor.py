@@ -189,6 +189,25 @@ def test_sequences_that_cannot_be_shared(changes: dict[str, Any], workload: dict
         Predictor(TINY, Workload(**workload)).predict(stage(2, **changes), world_size=4)
 
 
+@pytest.mark.parametrize(
+    "name", ["gpt2:n_embd=32,n_layer=1,n_head=2,vocab=64", "t5:d_model=32,layers=1,heads=2,vocab=64"]
+)
+def test_sequences_are_shared_where_training_shares_them(name: str) -> None:
+    """Of a configuration without ``num_key_value_heads``; what training refuses is not predicted."""
+    predictor = Predictor(name, Workload(seq_len=32))
+    if name.startswith("gpt2"):
+        assert predictor.predict(stage(2, sequence_parallel_size=2), world_size=2).device["activations"]
+        return
+    with pytest.raises(UnpredictableError, match="cross-attention, which cannot be divided"):
+        predictor.predict(stage(2, sequence_parallel_size=2), world_size=2)
+
+
+def test_heads_that_do_not_go_together() -> None:
+    """Flash attention on the meta device would take them."""
+    with pytest.raises(UnpredictableError, match="4 heads of queries do not go with 3 of keys"):
+        predict(TINY.replace("kv_heads=4", "kv_heads=3"), stage(2))
+
+
 def test_processes_that_share_layers() -> None:
     model = build(TINY, Workload(seq_len=256))
     table = next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))

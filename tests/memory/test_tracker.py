@@ -188,3 +188,51 @@ def test_workspace_of_attention_backward() -> None:
     assert workspace(backward, (query, query, query)) == 2 * 4 * 512 * (64 + 1) * 4
     assert workspace(backward, (query, query, key)) == 2 * 4 * 512 * (64 + 1) * 4 + 2 * 2 * 4 * 512 * 64 * 2
     assert workspace(torch.ops.aten.mm.default, (query, query)) == 0
+
+
+def test_a_storage_that_grows_counts_as_large_as_it_is() -> None:
+    """``resize_`` and the ``out`` of an operator begin with nothing."""
+    given = meta(256)
+    with LiveTensors(lambda live, scratch: None) as tracker:
+        tracker.ignore(given)
+        grown = [meta(0).resize_(1000), torch.mul(given, 2, out=meta(0)), torch.cat([given] * 4, out=meta(0))]
+        assert sum(tracker.live) == sum(rounded(each) for each in (4000, 1024, 4096))
+        grown.clear()
+        given.mul_(2)
+        assert sum(tracker.live) == 0
+
+
+def test_a_sparse_gradient_counts_its_rows() -> None:
+    """6 rows of 64 numbers, and where they belong; the table has 1024 of them."""
+    table = meta(1024, 64, grad=True)
+    tracker = LiveTensors(lambda live, scratch: None)
+    tracker.ignore(table)
+    with tracker:
+        F.embedding(meta(2, 3, dtype=torch.long), table, sparse=True).sum().backward()
+        assert table.grad is not None
+        tracker.relabel(table.grad, Kind.GRADIENTS)
+    assert tracker.live[Kind.GRADIENTS] == 6 * 64 * 4 + 512
+
+
+def test_operators_of_ones_own_and_the_default_dtype_are_asked_again() -> None:
+    calls: list[object] = []
+
+    @torch.library.custom_op("ds_hf_tests::counts_calls", mutates_args=())
+    def counts_calls(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @counts_calls.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x.new_empty(len(calls))
+
+    whole = meta(4, dtype=torch.long)
+    with LiveTensors(lambda live, scratch: None):
+        assert [len(counts_calls(whole)) for _ in range(2)] == [1, 2]
+        found = [(whole / 2).dtype]
+        torch.set_default_dtype(torch.float64)
+        try:
+            found.append((whole / 2).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.float64]
