@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from ds_hf.errors import DsHfError, OffloadError
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.engine.offload.test_aio import files_of_at_most
 from tests.helpers.distributed import DistributedFailure, run_distributed
+from tests.helpers.logs import Lines
 
 HALF, ALL = 3, 6
 
@@ -32,6 +34,7 @@ def engine_of(folder: str, how: str) -> Engine:
         "cpu": ({"offload_optimizer": {**cpu, "ratio": 0.5}, "offload_param": cpu}, {}),
         "streamed": ({"offload_optimizer": cpu}, {"stream": 1.0}),
         "delayed": ({"offload_optimizer": cpu, "offload_param": cpu}, {"delayed": True}),
+        "delayed on the device": ({"offload_optimizer": cpu, "stage": 2}, {"delayed": True}),
         "nvme": ({"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}}, {}),
     }[how]
     config: dict[str, Any] = {
@@ -240,6 +243,26 @@ def delayed(folder: str) -> None:
     assert_equal(weights(resumed), weights(plain), "resumed")
     for each in (engine, plain, resumed):
         each.destroy()
+
+
+def written_while_updates_are_delayed(folder: str) -> list[bool]:
+    """Whether a write is told of: after each step, of which the third alone follows one."""
+    lines, told = Lines(logging.WARNING), []
+    logging.getLogger("ds_hf").addHandler(lines)
+    engine = engine_of(folder, "delayed on the device")
+    for number in range(3):
+        if number == 2:
+            with torch.no_grad():
+                next(engine.module.parameters()).mul_(0.5)
+        steps(engine, number, number + 1)
+        told.append(any("was written" in text for text in lines.texts))
+    engine.destroy()
+    return told
+
+
+def test_what_is_told_of_writes_while_updates_are_delayed(tmp_path: Path) -> None:
+    found = run_distributed(written_while_updates_are_delayed, 2, str(tmp_path), timeout=100)
+    assert [any(each) for each in zip(*found, strict=True)] == [False, False, True]
 
 
 def test_a_delayed_update_is_one_step_late_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class FileStore:
 
     splits: str | None = "its optimizer states are on NVMe and come to memory unit by unit"
     takes_split_masters = False
+    delays = False
     skips = False
 
     def __init__(self, device: torch.device, settings: HostSettings, pool: SwapPool) -> None:

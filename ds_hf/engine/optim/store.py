@@ -67,6 +67,7 @@ class StateStore(Protocol):
         splits: not all states can be in memory at once, or they are on several devices: rules that look at whole
             parameters cannot work here.
         takes_split_masters: masters may be the parameters, with their low bits beside them.
+        delays: updates go on while the parameters are in use, which follow their masters later.
         skips: ``stream`` may begin before the host knows whether the step is made; it changes nothing where the
             skip flag forbids it.
     """
@@ -74,6 +75,7 @@ class StateStore(Protocol):
     device: torch.device
     splits: str | None
     takes_split_masters: bool
+    delays: bool
     skips: bool
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,6 +174,7 @@ class DeviceStore:
 
     splits: str | None = None
     takes_split_masters = True
+    delays = False
 
     def __init__(self, device: torch.device, accumulation_dtype: torch.dtype) -> None:
         self.device = device

@@ -283,7 +283,8 @@ class _LostWrites:
         """Before an update: say what was written since the last one. Seen is what torch counts as written; in the first
         steps, where what a loop does in every step (``p.data.clamp_()``) is seen, values are compared."""
         optimizer = self._optimizer
-        compared = self._steps > 0 and not optimizer.store.splits
+        # Where updates are delayed, values are older than their masters, as they should be.
+        compared = self._steps > 0 and not (optimizer.store.splits or optimizer.store.delays)
         self._steps -= compared
         for buffer, master in optimizer.masters.items():
             if not buffer.sharded and set(map(type, buffer.params)) != {nn.Parameter}:
