@@ -189,7 +189,10 @@ def memory_command(
         print(json.dumps({**_as_json(subject, machine, table), "cheapest": _way_as_json(way)}, indent=2))
     else:
         _print(subject, machine, table)
-        _print_way(way, target, rest or [], machine, output)
+        if any(row.prediction is not None for row in table):
+            _print_way(way, target, rest or [], machine, output)
+    if all(row.prediction is None for row in table):
+        raise typer.Exit(1)
     if output is not None:
         _write(way, output)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,17 +30,22 @@ _EFFICIENT_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.def
 
 @contextmanager
 def autocast_of_meta() -> Iterator[None]:
-    """``torch.autocast("meta")``, which torch refuses and models write as their tensors' device, does nothing."""
-    own = torch.autocast
+    """``autocast("meta")``, which torch refuses and models write as their tensors' device, does nothing, by whatever
+    name they imported it."""
+    own = torch.autocast.__init__
 
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return nullcontext() if device_type == "meta" else own(device_type, *args, **kwargs)
+    @wraps(own)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "meta":  # that of the CPU does not reach tensors of the meta device
+            own(self, "cpu", enabled=False)
+        else:
+            own(self, device_type, *args, **kwargs)
 
-    torch.autocast = autocast  # type: ignore[assignment, misc]
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autocast = own  # type: ignore[misc]
+        torch.autocast.__init__ = own  # type: ignore[method-assign]
 
 
 class AsOnCuda(TorchFunctionMode):

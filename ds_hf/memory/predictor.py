@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Predictor", "largest_micro_batch", "predict"]
 
+_ONE_AT_A_TIME = threading.RLock()  # a recording replaces functions of torch and transformers, for all threads
 _LIMIT = 1 << 16  # samples; no micro-batch is larger
 _STEP, _LONGEST = 256, 1 << 27  # tokens: what the longest sequence is a multiple of, and is not longer than
 
@@ -269,7 +271,7 @@ class Predictor:
             model = _cast(model, settings, plan)
             quantize_by_settings(settings, model, trains=True, dtype=plan.parameters.dtype)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-            with divided_sequences(model, processes):
+            with _ONE_AT_A_TIME, divided_sequences(model, processes):
                 self._timelines[key] = _recorded(model, workload, sharding)
         return self._timelines[key]
 

@@ -209,3 +209,10 @@ def test_tiles_make_room_for_longer_sequences() -> None:
     _, tiled, _ = run(TINY, "--tiles", *long)
     before, after = (json.loads(text)["rows"][3]["longest_sequence"] for text in (plain, tiled))
     assert after > 1.5 * before
+
+
+def test_where_every_row_is_refused_nothing_else_is_said() -> None:
+    code, out, _ = run(TINY, "--world-size", "3", "--tp", "2", "--seq-len", "16")
+    assert code == 1
+    assert "tensor-parallel 2 (tensor_parallel.autotp_size) does not divide the 3 processes" in out
+    assert "cheapest" not in out

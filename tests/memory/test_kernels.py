@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.amp import autocast
 
-from ds_hf.memory.kernels import AsOnCuda
+from ds_hf.memory.kernels import AsOnCuda, autocast_of_meta
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 64, 8
 SCORES = BATCH * HEADS * LENGTH * LENGTH
@@ -53,3 +54,17 @@ def test_what_lies_otherwise_keeps_the_scores(learned: bool, dropout: float, sid
 
 def test_rows_that_begin_amid_a_vector_are_copied() -> None:
     assert kept(True, 0.0, length=61) == {"scores": 0, "longer": BATCH * HEADS * 61 * 64 * 2}
+
+
+def test_autocast_of_the_meta_device_by_any_name() -> None:
+    """Models import it from ``torch.amp``, too; outside all is as before."""
+    own = torch.autocast.__init__
+    with autocast_of_meta():
+        for name in (torch.autocast, autocast):
+            with name("meta", dtype=torch.bfloat16, enabled=False):
+                assert not torch.is_autocast_enabled("cpu")
+        with autocast("cpu", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled("cpu")
+    assert torch.autocast.__init__ is own
+    with pytest.raises(RuntimeError):
+        autocast("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -241,3 +242,15 @@ def test_a_batch_of_another_length_than_was_said() -> None:
         predictor.longest_sequence(stage(2), device_memory=3 << 30)
     said = Predictor(TINY, Workload(seq_len=64, inputs=inputs))
     assert said.longest_sequence(stage(2), device_memory=3 << 30) > 1024
+
+
+def test_predictions_of_several_threads() -> None:
+    """Recordings replace functions that all threads call."""
+    configs = [stage(2), stage(2, sequence_parallel_size=2)]
+    expected = [predict(TINY, config, Workload(seq_len=64), world_size=2) for config in configs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda index: predict(TINY, configs[index % 2], Workload(seq_len=64), world_size=2), range(8))
+        )
+    assert found == expected * 4
+    assert isinstance(torch.autocast, type)
