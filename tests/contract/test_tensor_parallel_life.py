@@ -492,7 +492,10 @@ def test_layers_that_a_second_engine_shares_stay_cut_and_its_own_are_cut() -> No
         for shared in ("module", "weight"):
             assert found[shared] == pytest.approx(found[f"{shared}, one process"], rel=1e-5)
         assert found["rows"] == 16
-        assert "embed_tokens.weight is shared with a model whose layers an engine has cut" in found["tied"]
+        if "model.embed_tokens" in build("llama").tp_plan:  # else it is whole, as before transformers 5.20
+            assert "embed_tokens.weight is shared with a model whose layers an engine has cut" in found["tied"]
+        else:
+            assert "tied" not in found
 
 
 def t5(stage: int) -> tuple[list[float], list[float], float, float]:
