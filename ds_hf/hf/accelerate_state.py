@@ -327,7 +327,7 @@ def _share_layers(accelerator: Any) -> int:
 
 def _leave_total_open(config: Any) -> None:
     """A ``train_batch_size`` that is "auto" counts processes that read different samples: the engine derives it, where
-    transformers and accelerate fill in what all processes read together, which nobody has written."""
+    transformers and accelerate would count processes that share a sample several times."""
     if getattr(config, "ds_hf_total_is_open", False) or config.config.get("train_batch_size") == "auto":
         config.config.pop("train_batch_size", None)
 

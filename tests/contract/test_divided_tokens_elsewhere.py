@@ -139,7 +139,7 @@ def test_blocks_that_are_compiled_and_computed_again() -> None:
             for rank in ran:
                 gradients, graphs = rank[name][step]
                 assert_equal(gradients, expected, 1e-11)
-                assert bool(graphs) == bool(step), "eager until the optimizer's step, and compiled behind it"
+                assert graphs > 0, "compiled behind the first micro-batch"
             with torch.no_grad():
                 for param in model.parameters():
                     param -= param.grad

@@ -615,7 +615,7 @@ def changes(config: dict[str, Any], plan: str) -> list[bool]:
 
 
 def steps_of_what_is_rounded() -> None:
-    """Sums in blocks tell that nobody has anything; optimizers that send momenta in one bit cannot, and say so."""
+    """Sums in blocks show when no process has a gradient; optimizers that send momenta in one bit cannot, and warn."""
     decays = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
     for stage, more in ((2, {}), (3, {}), (3, {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4}})):
         config = base_config(stage, optimizer=decays)

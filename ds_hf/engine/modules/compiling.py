@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hf.engine.modules.capturing import EAGER, Captures, records
-from ds_hf.engine.zero.unit import Unit
+from ds_hf.engine.zero.unit import Unit, in_backward
 from ds_hf.log import announce, logger, warn_once
 
 __all__ = [
@@ -91,7 +91,6 @@ class ModuleCompiler:
         self._eager: set[nn.Module] = set()  # captured, and not compiled
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
-        self.tries = False  # since blocks were tried out eagerly, until the optimizer's step
         self._before: tuple[int, dict[str, int]] | None = None
         for module in self.hooked:
             before = module.__dict__.pop("_compiled_call_impl", None)
@@ -133,7 +132,7 @@ class ModuleCompiler:
             self._eager.discard(module)
         if module in self.compiled:
             return
-        forward = _AsTried(self, self._made(module, around.given if decides else module.forward, args, options))
+        forward = _AsTried(self._made(module, around.given if decides else module.forward, args, options))
         self.compiled[module] = stand_in = StandIn(module, "forward", forward)
         if decides:
             around.given = forward
@@ -178,7 +177,6 @@ class ModuleCompiler:
 
     def on_step(self) -> CompileReport | None:
         """Note an optimizer step; the report when it is worth telling."""
-        self.tries = False
         if not self.compiled:
             return None
         self.steps += 1
@@ -315,18 +313,20 @@ class _Budgeted:
 
 
 class _AsTried:
-    """A compiled forward that computes eagerly through a step in which it began so: what a block gives is tried out
-    before it is compiled, and a checkpoint around it counts the tensors that it saves when it computes it again."""
+    """A compiled forward that is computed again in backward as eagerly as it was before: what a block gives is tried
+    out before it is compiled, and a checkpoint around it counts the tensors that are saved, both times."""
 
-    def __init__(self, compiler: ModuleCompiler, forward: Callable[..., Any]) -> None:
-        self.compiler, self.forward = compiler, forward
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward, self.eager = forward, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if self.compiler.tries:
-                with torch.compiler.set_stance("force_eager"):
-                    return self.forward(*args, **kwargs)
-            self.compiler.tries = _is_eager()
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        if not in_backward():
+            self.eager = _is_eager()
+        elif self.eager:
+            with torch.compiler.set_stance("force_eager"):
+                return self.forward(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_hf import Engine, initialize
 from ds_hf.engine.modules.compiling import CompileReport
@@ -176,6 +177,37 @@ def other_ways() -> None:
 
 def test_other_ways_to_ask_for_it() -> None:
     run_distributed(other_ways, 1, timeout=60)
+
+
+class Checkpointed(Model):
+    """Its blocks are computed again in backward from around their forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def tried_eagerly(how: Callable[[Engine], None]) -> list[int]:
+    """Graphs after a forward that is eager and its backward, and after the next ones; no optimizer's step between, as
+    where the autotuner measures."""
+    torch.compiler.reset()
+    engine = make(1, Checkpointed())
+    how(engine)
+    x, found = torch.linspace(-1, 1, 24).view(4, 6), []
+    for stance in ("force_eager", "default"):
+        with torch.compiler.set_stance(stance):
+            loss = engine(x)
+        engine.backward(loss)
+        found.append(engine.compiler.report().graphs)
+    return found
+
+
+@pytest.mark.parametrize("how", [by_engine, by_blocks])
+def test_what_was_tried_eagerly_is_computed_again_so_and_compiled_behind_it(how: Callable[[Engine], None]) -> None:
+    ((before, after),) = run_distributed(tried_eagerly, 1, how, timeout=60)
+    assert before == 0 < after
 
 
 class Small(nn.Module):
