@@ -14,7 +14,7 @@ from typing import Any
 from ds_hf.memory.adapters import LoraRequest
 from ds_hf.memory.prediction import UnpredictableError
 from ds_hf.memory.subject import Request, Subject
-from ds_hf.memory.table import Machine, Row, offload_rank, rows
+from ds_hf.memory.table import Machine, Row, offload_rank, rows, sized
 
 __all__ = ["Way", "cheapest_way"]
 
@@ -66,9 +66,9 @@ def cheapest_way(
             other = Subject.of(target, arguments, request)
         except UnpredictableError:  # no PEFT, or nothing to checkpoint
             continue
-        found = _first(list(rows(other.predictor, other.config, machine, micro_batch)))
+        found = _first(list(rows(other.predictor, other.config, machine, micro_batch, largest=False)))
         if found is not None:
-            return _way(other, found, options, machine, micro_batch)
+            return _way(other, sized(other.predictor, found, machine), options, machine, micro_batch)
     return None if on_disk is None else _way(subject, on_disk, (), machine, micro_batch)
 
 

@@ -12,7 +12,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.memory.prediction import Prediction, UnpredictableError
 from ds_hf.memory.predictor import Predictor
 
-__all__ = ["Machine", "Row", "offload_rank", "parse_bytes", "rows"]
+__all__ = ["Machine", "Row", "offload_rank", "parse_bytes", "rows", "sized"]
 
 _UNITS = {"": 1 << 30, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -83,13 +83,20 @@ class Machine:
 
 
 def rows(
-    predictor: Predictor, config: dict[str, Any], machine: Machine, micro_batch: int | None, *, longest: bool = False
+    predictor: Predictor,
+    config: dict[str, Any],
+    machine: Machine,
+    micro_batch: int | None,
+    *,
+    largest: bool = True,
+    longest: bool = False,
 ) -> Iterator[Row]:
     """``config`` at every stage and offload; its own row is marked.
 
     Args:
         config: resolved as far as it is; batch keys that contradict the number of processes are dropped.
         micro_batch: samples; default the configuration's, else the workload's.
+        largest: look for the largest micro-batch; else it stays 0, and a row is known much sooner.
         longest: look for the longest sequence, too.
     """
     chosen = _own(config)
@@ -98,6 +105,7 @@ def rows(
             if stage in stages:
                 variant = _variant(config, stage, keys)
                 row = _row(predictor, variant, (stage, offload), machine, micro_batch, chosen)
+                row = sized(predictor, row, machine) if largest else row
                 if longest and row.prediction is not None:
                     room, world = machine.device_memory, machine.world_size
                     tokens = predictor.longest_sequence(
@@ -115,14 +123,21 @@ def _row(
     micro_batch: int | None,
     chosen: tuple[int, str],
 ) -> Row:
-    world = machine.world_size
+    world, memory = machine.world_size, machine.device_memory
     try:
-        memory = machine.device_memory
         prediction = predictor.predict(config, world_size=world, micro_batch=micro_batch, device_memory=memory)
-        largest = predictor.largest_micro_batch(config, world_size=world, device_memory=memory, exact=name == chosen)
     except ConfigError as error:
         return Row(*name, config, None, error.faults[0].message, False, 0, name == chosen)
-    return Row(*name, config, prediction, "", machine.has_room(prediction), largest, name == chosen)
+    return Row(*name, config, prediction, "", machine.has_room(prediction), 0, name == chosen)
+
+
+def sized(predictor: Predictor, row: Row, machine: Machine) -> Row:
+    """With its largest micro-batch, which is exact for the user's own row."""
+    if row.prediction is None:
+        return row
+    world, memory = machine.world_size, machine.device_memory
+    most = predictor.largest_micro_batch(row.config, world_size=world, device_memory=memory, exact=row.chosen)
+    return replace(row, largest=most)
 
 
 def _own(config: dict[str, Any]) -> tuple[int, str]:
