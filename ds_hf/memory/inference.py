@@ -28,6 +28,7 @@ from ds_hf.inference.static import cache_of
 from ds_hf.memory.models import META
 from ds_hf.memory.prediction import UnpredictableError
 from ds_hf.memory.pricing import CONTEXT
+from ds_hf.memory.tracker import LiveTensors
 
 __all__ = ["Need", "cached_bytes", "predict_inference", "quantized_layers"]
 
@@ -179,8 +180,10 @@ def cached_bytes(model: Any, size: int) -> tuple[int, int]:
     """Bytes that a position of one sequence takes in the decoder's cache, and a position of the encoder's output.
 
     Raises:
-        UnpredictableError: the model keeps none.
+        UnpredictableError: the model does not generate, does not run without values, or keeps none.
     """
+    if not getattr(model, "can_generate", lambda: True)():
+        raise UnpredictableError(f"{type(model).__name__} does not generate: --inference is for models that do")
     one = torch.zeros(1, 1, dtype=torch.long, device=META)
     both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     config = getattr(model, "config", None)
@@ -188,17 +191,22 @@ def cached_bytes(model: Any, size: int) -> tuple[int, int]:
     try:
         if config is not None:
             config.pad_token_id = None  # GPT-2 would look for padding among tokens that have no values
-        with torch.no_grad(), launching_nothing():
+        with torch.no_grad(), launching_nothing(), LiveTensors(lambda *_: None):
             outputs = model.eval()(input_ids=one, use_cache=True, **({"decoder_input_ids": one} if both else {}))
+    except Exception as error:  # whatever a model's forward raises of sizes that do not go together
+        raise UnpredictableError(
+            f"{type(model).__name__} does not run without values (on the meta device): {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        if config is not None:
+            config.pad_token_id = pad
+    try:
         cache = cache_of(outputs)
         own = getattr(cache, "self_attention_cache", cache)
         cross = getattr(cache, "cross_attention_cache", None)
         return _of_layers(own, size), 0 if cross is None else _of_layers(cross, size)
     except (AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
         raise UnpredictableError(f"{type(model).__name__} keeps no cache of keys and values: {error}") from error
-    finally:
-        if config is not None:
-            config.pad_token_id = pad
 
 
 def _of_layers(cache: Any, size: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.modules.positions import positions_of
 from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.log import warn_once
 from ds_hf.memory.prediction import UnpredictableError, Workload
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def build(source: str | Path | PretrainedConfig, workload: Workload) -> nn.Modul
         UnpredictableError: there is no such model, or transformers cannot build it.
     """
     config = _described(str(source)) if isinstance(source, str | Path) else copy.deepcopy(source)
+    name = str(source) if isinstance(source, str | Path) else type(config).__name__
+    _check_experts(config, name)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     attention = workload.attention
@@ -61,7 +64,8 @@ def build(source: str | Path | PretrainedConfig, workload: Workload) -> nn.Modul
         with META:
             model: nn.Module = _model_class(config)._from_config(config, **options)
     except Exception as error:  # whatever a model's constructor raises of numbers that do not go together
-        raise UnpredictableError(f"{source}: transformers cannot build {_architecture(config)}: {error}") from error
+        raise UnpredictableError(f"{name}: transformers cannot build {_architecture(config)}: {error}") from error
+    _tell_other_class(model, config, name)
     return model.train()
 
 
@@ -75,10 +79,19 @@ def _described(text: str) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(text)
     except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong file
+        if os.path.isfile(os.path.join(text, "config.json")):
+            raise UnpredictableError(f"{text}: its config.json is no model's: {_reason(error)}") from error
         hint = "give a folder with a config.json, a name in the local cache, a .py script, or llama:hidden=4096,..."
-        reason = str(error).strip().splitlines()[0]
-        raise UnpredictableError(f"cannot find the model {text!r}: {reason}\n  {hint}") from error
+        raise UnpredictableError(f"cannot find the model {text!r}: {_reason(error)}\n  {hint}") from error
     return config
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of what may go on with advice; a line that ends in a colon has its reason in the next one."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    while first.endswith(":") and more:
+        first = f"{first} {more.pop(0).strip()}"
+    return first
 
 
 def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
@@ -109,7 +122,6 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
         config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
     except Exception as error:  # values that do not go together
         raise UnpredictableError(f"{text}: {' '.join(str(error).split())}") from error
-    _check_experts(config, text)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
@@ -120,10 +132,10 @@ def _check_experts(config: PretrainedConfig, text: str) -> None:
     experts = next((count for name in _EXPERTS if isinstance(count := getattr(config, name, None), int)), None)
     for name in _PER_TOKEN:
         chosen = getattr(config, name, None)
-        if experts is not None and isinstance(chosen, int) and chosen > experts:
+        if experts and isinstance(chosen, int) and not 0 < chosen <= experts:
             raise UnpredictableError(
                 f"{text}: a token goes to {chosen} experts ({name}), and there are {experts}: add {name}={experts}, or "
-                "less"
+                "less, from 1 on"
             )
 
 
@@ -163,6 +175,16 @@ def _model_class(config: PretrainedConfig) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise UnpredictableError(f"{type(config).__name__}: transformers has no model with a loss for it")
+
+
+def _tell_other_class(model: nn.Module, config: PretrainedConfig, text: str) -> None:
+    """Where ``model`` is of another class than ``architectures`` names."""
+    named = getattr(config, "architectures", None) or ()
+    if named and type(model).__name__ not in named:
+        import transformers
+
+        why = "it computes no loss" if hasattr(transformers, named[0]) else "transformers has no class of that name"
+        warn_once(f"{text}: its configuration names {named[0]}, but {why}; {type(model).__name__} is predicted instead")
 
 
 def without_values(model: nn.Module) -> nn.Module:

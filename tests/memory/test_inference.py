@@ -12,8 +12,8 @@ from ds_hf import init_inference
 from ds_hf.engine.modules.quantized.format import WeightFormat
 from ds_hf.engine.zero.packed import move_packed
 from ds_hf.memory.inference import cached_bytes, predict_inference
-from ds_hf.memory.models import without_values
-from ds_hf.memory.prediction import UnpredictableError
+from ds_hf.memory.models import build, without_values
+from ds_hf.memory.prediction import UnpredictableError, Workload
 from tests.helpers.generating import GREEDY, left_padded, small_model
 from tests.memory.measuring import LiveStorages
 
@@ -108,6 +108,23 @@ def test_packed_shards_come_to_the_device_buffer_by_buffer() -> None:
 def test_a_model_without_a_cache() -> None:
     with pytest.raises(UnpredictableError, match="keeps no cache"):
         cached_bytes(without_values(small_model("mamba")), 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("vit:hidden=32,layers=1,heads=2,intermediate=32", "ViTForImageClassification does not generate"),
+        ("llama:hidden=64,layers=1,heads=4,kv_heads=3,vocab=64", "does not run without values .* must match"),
+    ],
+)
+def test_what_does_not_generate_is_told_from_what_keeps_no_cache(source: str, text: str) -> None:
+    with pytest.raises(UnpredictableError, match=text):
+        cached_bytes(build(source, Workload()), 2)
+
+
+def test_experts_whose_products_are_grouped() -> None:
+    token, _ = cached_bytes(build("mixtral:hidden=64,layers=2,heads=8,vocab=64", Workload()), 2)
+    assert token == 2 * 2 * 64 * 2, "keys and values of two layers in 16 bits"
 
 
 @pytest.mark.gpu

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
 
+from ds_hf.log import forget_said
 from ds_hf.memory import UnpredictableError, Workload
 from ds_hf.memory.models import build, example_inputs, without_values
 from tests.helpers.models import TinyLM
@@ -52,6 +55,7 @@ def test_a_folder(tmp_path: Path) -> None:
         ("llama:hidden=65,heads=4", "llama:hidden=65"),
         ("qwen3_moe:experts=4", r"to 8 experts \(num_experts_per_tok\), and there are 4: add num_experts_per_tok=4"),
         ("deepseek_v3:experts=4", "to 8 experts"),
+        ("mixtral:num_experts_per_tok=0", r"to 0 experts \(num_experts_per_tok\), and there are 8: .* from 1 on"),
         ("llama:hidden=32,layers=-2", "'layers=-2': sizes are whole numbers from 1 on"),
         ("gpt2:n_embd=32,heads=0", "'heads=0': sizes are"),
         ("llama:hidden=32,layers=1,heads=2,head_dim=0,vocab=64", "cannot build"),
@@ -60,6 +64,36 @@ def test_a_folder(tmp_path: Path) -> None:
 def test_bad_names(source: str, text: str) -> None:
     with pytest.raises(UnpredictableError, match=text):
         build(source, Workload())
+
+
+SMALL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"hidden_size": "32"}, "its config.json is no model's: .*'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 5}, "its config.json is no model's: .*32.* is not a multiple of .*5"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 0}, "to 0 experts .* there are 4"),
+    ],
+)
+def test_bad_folders(tmp_path: Path, more: dict[str, Any], text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **more}))
+    with pytest.raises(UnpredictableError, match=text):
+        build(tmp_path, Workload())
+
+
+@pytest.mark.parametrize(
+    ("named", "why"), [("MyForCausalLM", "has no class of that name"), ("LlamaModel", "computes no loss"), (None, "")]
+)
+def test_another_class_than_the_folder_names(
+    tmp_path: Path, named: str | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_said()
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "architectures": [named]} if named else SMALL))
+    assert type(build(tmp_path, Workload())).__name__ == "LlamaForCausalLM"
+    said = [text for text in caplog.messages if "LlamaForCausalLM is predicted instead" in text]
+    assert [f"names {named}" in text and why in text for text in said] == [True] * bool(named)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v2", "ernie4_5_moe"])

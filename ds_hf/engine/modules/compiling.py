@@ -10,16 +10,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hf.engine.modules.capturing import EAGER, Captures, records
-from ds_hf.engine.zero.unit import Unit, in_backward
+from ds_hf.engine.zero.unit import Unit, in_backward, tensors_in
 from ds_hf.log import announce, logger, warn_once
 
 __all__ = [
@@ -314,20 +314,36 @@ class _Budgeted:
 
 class _AsTried:
     """A compiled forward that is computed again in backward as eagerly as it was before: what a block gives is tried
-    out before it is compiled, and a checkpoint around it counts the tensors that are saved, both times."""
+    out before it is compiled, and a checkpoint around it counts the tensors that are saved, both times.
+
+    Where several forwards come before a backward, the gradient of what a block gave says which of them it is: it is
+    there before the block is computed again.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward, self.eager = forward, False
+        self.forward, self.eager, self.tried = forward, False, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         if not in_backward():
-            self.eager = _is_eager()
-        elif self.eager:
+            return self._noted(self.forward(*args, **kwargs))
+        if self.eager:
             with torch.compiler.set_stance("force_eager"):
                 return self.forward(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+    def _noted(self, found: Any) -> Any:
+        self.eager = eager = _is_eager()
+        self.tried |= eager
+        if self.tried:
+            for tensor in tensors_in(found):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._again, eager))  # type: ignore[no-untyped-call]
+        return found
+
+    def _again(self, eager: bool, _: Tensor) -> None:
+        self.eager = eager
 
 
 def _is_eager() -> bool:

@@ -210,6 +210,34 @@ def test_what_was_tried_eagerly_is_computed_again_so_and_compiled_behind_it(how:
     assert before == 0 < after
 
 
+def several_forwards() -> tuple[list[float], list[float], int]:
+    """Gradients of three forwards, of which the first two are eager, in turns with two backwards; and plainly."""
+    torch.compiler.reset()
+    x, found, graphs = torch.linspace(-1, 1, 24).view(4, 6), [], 0
+    model = Checkpointed()
+    for compiled in (True, False):
+        engine = make(1, copy.deepcopy(model), gradient_accumulation_steps=2)
+        if compiled:
+            by_engine(engine)
+        with torch.compiler.set_stance("force_eager"):
+            losses = [engine(x), engine(2 * x)]
+        third = engine(3 * x)
+        engine.backward(losses[0] + third)
+        engine.step()
+        engine.backward(losses[1] + engine(4 * x))
+        engine.step()
+        weights = full_weights(engine.module)
+        found.append(torch.cat([weights[name].flatten() for name in sorted(weights)]).tolist())
+        graphs += engine.compile_report().graphs if compiled else 0
+    return found[0], found[1], graphs
+
+
+def test_forwards_that_were_eager_beside_compiled_ones_before_a_backward() -> None:
+    ((found, plain, graphs),) = run_distributed(several_forwards, 1, timeout=60)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-6, atol=1e-7)
+    assert graphs > 0
+
+
 class Small(nn.Module):
     """No repeated block."""
 
