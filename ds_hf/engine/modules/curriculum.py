@@ -1,8 +1,9 @@
 """Curriculum by length: while the model trains its batches are cut to the difficulty of the step.
 
 The cut is where the model is called, so it is there in every loop; what counts a batch before that (the Trainer's items
-of a step) asks ``cut`` first, and finds nothing left to cut later. A model whose forward takes ``curriculum_seqlen``
-cuts by itself and is told the number. What calls without gradients, or in evaluation, sees whole batches.
+of a step) asks ``cut`` first, and finds nothing left to cut later. A model whose forward takes ``curriculum_seqlen``,
+or reads it from its ``**kwargs``, cuts by itself and is told the number. What calls without gradients, or in
+evaluation, sees whole batches.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ds_hf.data.difficulty import CurriculumScheduler
 from ds_hf.data.lengths import check_batch, cut_batch, labels_left, length_of
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
+from ds_hf.engine.modules.keywords import takes
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger, warn_once
@@ -54,9 +56,8 @@ class Curriculum(Observer):
     def __init__(self, engine: CurriculumEngine, name: str, settings: Mapping[str, Any]) -> None:
         self.engine, self.name = engine, name
         self.scheduler = CurriculumScheduler(settings)
-        parameters = inspect.signature(engine.module.forward).parameters
-        self._names = list(parameters)
-        self._tells = _KEYWORD in parameters
+        self._names = list(inspect.signature(engine.module.forward).parameters)
+        self._tells = takes(engine.module.forward, _KEYWORD)
         self._checked = False
         self._doubts: list[tuple[Tensor, str]] = []  # of batches that were cut since
         self._left: Tensor | None = None  # whether the last cut batch had a label left

@@ -24,6 +24,7 @@ from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
+from ds_hf.engine.modules.keywords import takes
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
@@ -56,9 +57,10 @@ class LayerDrop(Observer):
         section = engine.settings.progressive_layer_drop
         self.engine, self.schedule = engine, ProgressiveLayerDrop(section.theta, section.gamma)
         self.seed = engine.settings.data_efficiency.seed
-        taken = inspect.signature(engine.module.forward).parameters
-        self._keywords = [name for name in _KEYWORDS if name in taken]
-        self.blocks = [] if "pld_theta" in taken else self._found(any(p.kind is p.VAR_KEYWORD for p in taken.values()))
+        forward = engine.module.forward
+        self._keywords = [name for name in _KEYWORDS if takes(forward, name)]
+        kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
+        self.blocks = [] if "pld_theta" in self._keywords else self._found(inspect.Parameter.VAR_KEYWORD in kinds)
         self._tell = engine.module.register_forward_pre_hook(Hook(self._with_theta), prepend=True, with_kwargs=True)
         self.calls = Calls(engine, self._begin)
         self.forms: dict[type[nn.Module], tuple[Any, ...]] = {}  # of what each class of block gives; () is a tensor

@@ -143,9 +143,31 @@ class Own(nn.Module):
         return tokens.float().mean() * self.weight
 
 
+class OwnByKeywords(Own):
+    """As DeepSpeed's models do; what it trains on are no tokens."""
+
+    def forward(self, values: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(values, kwargs.get("curriculum_seqlen", 0))
+
+
+class PassesOn(Own):
+    def forward(self, values: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(values, **kwargs)
+
+
 def one_process(folder: str) -> dict[str, Any]:
     tokens = torch.ones(2, 16, dtype=torch.long)
     found: dict[str, Any] = {}
+    reads = OwnByKeywords()
+    engine, *_ = initialize(model=reads, config=settings(0, **LEGACY))
+    engine(torch.ones(2, 16))
+    found["reads"] = reads.seen
+    engine.destroy()
+    engine, *_ = initialize(model=PassesOn(), config=settings(0, **LEGACY))
+    with pytest.raises(DsHfError, match="found no tokens to cut in a call of PassesOn"):
+        engine(torch.ones(2, 16))
+    engine.destroy()
+
     model = Own()
     engine, *_ = initialize(model=model, config=settings(0, **today(schedule_type="custom", schedule_config={})))
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 3 + step})
@@ -190,6 +212,7 @@ def one_process(folder: str) -> dict[str, Any]:
 def test_models_that_cut_themselves_and_batches_that_cannot_be_cut(tmp_path: Path) -> None:
     (found,) = run_distributed(one_process, 1, str(tmp_path), timeout=30)
     assert found["told"] == ([4, 4, 5, 5], 5)
+    assert found["reads"] == [6]
     assert found["names"] == (True, False)
     assert found["positional"] == found["cut"] == 6
     assert "left no label in a micro-batch" in found["no label"]

@@ -132,6 +132,17 @@ class ToldByKeywords(Told):
         return super().forward(x, **kwargs)
 
 
+class ToldThoughItHasBlocks(Told):
+    """Reads theta, as DeepSpeed's BERT does, and leaves blocks out itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(4))
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x, kwargs.get("progressive_layer_drop", False), kwargs.get("pld_theta", 0.0))
+
+
 def told(kind: type[Told]) -> list[Any]:
     model = kind()
     engine, *_ = initialize(model=model, config=settings(0))
@@ -147,7 +158,7 @@ def told(kind: type[Told]) -> list[Any]:
     return model.seen
 
 
-@pytest.mark.parametrize("kind", [Told, ToldByKeywords])
+@pytest.mark.parametrize("kind", [Told, ToldByKeywords, ToldThoughItHasBlocks])
 def test_a_model_that_takes_theta_is_told(kind: type[Told]) -> None:
     ((first, second, third),) = run_distributed(told, 1, kind, timeout=30)
     assert first == (True, 1.0)
