@@ -243,10 +243,13 @@ class Compressed(nn.Module):
         """Whether the mask of ``what`` (sparse, row, head, channel) follows scores that train."""
         return f"{what}_mask_scores" in self._parameters
 
-    def is_masked(self, what: str) -> bool:
-        """Whether the mask of ``what`` leaves something out. Waits for the device."""
-        mask = getattr(self, f"{what}_pruning_mask")
-        return not bool(self.mask_of(what).all()) if what != "sparse" else bool((mask != 255).any())
+    def keeps_more(self, what: str, ratio: float) -> bool:
+        """Whether the mask of ``what`` (of magnitudes, not of scores) leaves more than ``ratio`` says: it is not yet
+        that share's, whenever it was made or loaded. Waits for the device."""
+        kept = self.mask_of(what)
+        pattern = self.sparse_pruning_pattern if what == "sparse" and ratio < 1 else None
+        share = ratio if pattern is None else pattern[0] / pattern[1]
+        return int(kept.sum()) > count_kept(share, kept.numel())
 
     @torch.no_grad()
     def choose_mask(self, what: str, ratio: float | None = None) -> None:
@@ -270,7 +273,7 @@ class Compressed(nn.Module):
             return
         if what == "head":
             weight = weight.reshape(weight.shape[0], self.num_heads, -1).transpose(0, 1)
-        sums = weight.flatten(1).sum(dim=1)
+        sums = weight.flatten(1).sum(dim=1) * self.mask_of(what).view(-1)
         getattr(self, f"{what}_pruning_mask").copy_(kept_mask(sums, count_kept(share, sums.numel())))
 
     def mask_of(self, what: str) -> Tensor:

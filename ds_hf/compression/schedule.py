@@ -141,7 +141,7 @@ class CompressionSchedule:
             if isinstance(acts, _Bits):
                 self._set_bits(group, acts)
             elif isinstance(acts, float) and (what := PRUNINGS.get(group.method)) is not None:
-                self._choose(group, what, acts)
+                self._choose(group, what, acts, again)
             self._switch(group, acts is not None)
             self._left[index] = acts
 
@@ -165,15 +165,12 @@ class CompressionSchedule:
             else:
                 layer.mixed.fill_(now.left)
 
-    def _choose(self, group: Group, what: str, ratio: float) -> None:
+    def _choose(self, group: Group, what: str, ratio: float, again: bool) -> None:
         for name, layer in self.layers(group):
             key = f"{name} {what}"
-            if layer.has_scores(what) or self.chosen.get(key) == ratio:
+            if layer.has_scores(what) or (self.chosen.get(key) == ratio and not again):
                 continue
-            if key not in self.chosen and layer.is_masked(what):  # loaded with the weights
-                self.chosen[key] = ratio
-                continue
-            if ratio < 1:
+            if layer.keeps_more(what, ratio):  # a mask that was loaded with the weights may be this share's already
                 with torch.no_grad(), GatheredParameters([layer.weight]):
                     layer.choose_mask(what, ratio)
             self.chosen[key] = ratio
@@ -216,7 +213,14 @@ class CompressionSchedule:
             target = group.params["target_bits"]
             start, period = group.params.get("start_bits") or target, group.params.get("quantization_period", 1)
             return self.training_steps >= end and bits_at(self.training_steps - end, start, target, period)[0] == target
-        return self.training_steps >= end
+        return self.training_steps >= end and not self._is_behind(group)
+
+    def _is_behind(self, group: Group) -> bool:
+        """Whether masks are those of an earlier step, as where weights of one were loaded by themselves."""
+        what = PRUNINGS.get(group.method)
+        return what is not None and any(
+            not layer.has_scores(what) and layer.keeps_more(what, group.ratio) for _, layer in self.layers(group)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints; masks and ranges are the layers' buffers."""

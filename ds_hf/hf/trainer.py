@@ -234,10 +234,12 @@ def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
 
 
 def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Before ``train()`` and ``evaluate()`` transformers asks the bare model to save itself as an engine would."""
+    """Before ``train()`` and ``evaluate()`` transformers asks the bare model to save itself as an engine would, and an
+    engine that is no more after ``redundancy_clean()``."""
     if not trainer.is_deepspeed_enabled:
         return wrapped(*args, **kwargs)
-    if trainer.deepspeed is not None:
+    engine = engine_of(trainer)
+    if trainer.deepspeed is not None and (engine is None or not engine.destroyed):
         return _save_handing_on(wrapped, trainer, args, kwargs)
     from ds_hf.engine.checkpoint.consolidate import whole_state_dict
 

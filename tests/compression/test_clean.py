@@ -20,7 +20,7 @@ from transformers import (
 
 from ds_hf import initialize
 from ds_hf.compression import init_compression, redundancy_clean
-from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.compressed import Compressed, unpack
 from ds_hf.compression.schedule import compression_scheduler
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import forget_said
@@ -294,6 +294,31 @@ def test_a_method_that_had_not_begun_is_applied_and_told() -> None:
         redundancy_clean(model)
     assert any("sparse_pruning had not begun" in line for line in lines)
     assert (model.fc1.weight == 0).sum() == 64
+
+
+@pytest.mark.parametrize(("first", "late"), [(1, "sparse_pruning, row_pruning"), (4, "sparse_pruning")])
+def test_weights_of_an_earlier_step_are_pruned_to_the_end(first: int, late: str) -> None:
+    """Those of the best evaluation, loaded by themselves: by them, whatever the engine has chosen since."""
+    section = {
+        "row_pruning": method({"dense_ratio": 0.5}, ["fc1"], [["fc2"]], schedule_offset=2),
+        "sparse_pruning": method({"dense_ratio": 0.25}, ["emb"], schedule_offset=2, schedule_offset_end=6),
+    }
+    file = config(section)
+    engine = initialize(model=init_compression(net(), file), config=file)[0]
+    run(engine, batches(1)[:first])
+    early = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    run(engine, batches(1)[first:])
+    engine.module.load_state_dict(early)
+    with logged() as lines:
+        model = redundancy_clean(engine, file)
+    assert any(line.startswith(f"{late} had not begun, or not reached its end") for line in lines)
+    rows, weight = early["fc1.row_pruning_mask"], early["fc1.weight"]
+    assert rows.all() == (first == 1)
+    largest = (weight.abs().sum(1) * rows).topk(8).indices.sort().values
+    assert torch.equal(model.fc1.weight, weight[largest])
+    weight = early["emb.weight"]
+    kept = weight.abs() * unpack(early["emb.sparse_pruning_mask"], weight.shape)
+    assert torch.equal(model.emb.weight, torch.where(kept >= kept.flatten().topk(32).values[-1], weight, 0.0))
 
 
 def test_a_state_dict_is_cleaned_elsewhere() -> None:

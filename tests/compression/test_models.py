@@ -117,7 +117,11 @@ def by_trainer(folder: str, stage: int, learned: bool) -> dict[str, Any]:
     model = redundancy_clean(
         trainer.model_wrapped if hasattr(trainer.model_wrapped, "global_steps") else trainer.deepspeed
     )
-    return {"losses": history, "kinds": kinds, "rows": tuple(model.model.layers[0].mlp.gate_proj.weight.shape)}
+    trainer.save_model(f"{folder}/{stage}/smaller")  # the engine is gone
+    dist.barrier()
+    kept = {name: param.detach().clone() for name, param in model.named_parameters()}
+    rows = tuple(model.model.layers[0].mlp.gate_proj.weight.shape)
+    return {"losses": history, "kinds": kinds, "rows": rows, "kept": kept}
 
 
 def _from_folder(folder: str) -> Any:
@@ -133,6 +137,9 @@ def test_an_unmodified_trainer_compresses_at_every_stage(tmp_path: Path, learned
             assert result["kinds"] == 14
             assert result["rows"] == (32, 32)
             curves.append(result["losses"])
+            saved = LlamaForCausalLM.from_pretrained(tmp_path / str(stage) / "smaller")
+            assert saved.config.intermediate_size == 32
+            assert all(torch.equal(param, result["kept"][name]) for name, param in saved.named_parameters())
     assert len(curves[0]) == 4
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-4)

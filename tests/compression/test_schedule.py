@@ -159,3 +159,24 @@ def test_a_checkpoint_that_was_not_compressed_is_pruned_by_its_weights(tmp_path:
     for loaded, mask in run_distributed(pruned_later, 2, str(tmp_path)):
         assert mask.sum() == 32
         assert loaded.abs()[mask].min() > loaded.abs()[~mask].max()
+
+
+def test_a_mask_of_the_middle_goes_on_to_the_end() -> None:
+    """A state dict that was saved on the way, in a loop that begins again."""
+    way = method({"dense_ratio": 0.25}, ["fc2"], schedule_offset=0, schedule_offset_end=4, schedule_offset_stride=1)
+    file = config({"sparse_pruning": way})
+    first = init_compression(net(), file)
+    compression_scheduler(first, file).go_to(2)
+    early = {name: value.clone() for name, value in first.state_dict().items()}
+    before = unpack(early["fc2.sparse_pruning_mask"], torch.Size((8, 16)))
+    model = init_compression(net(), file)
+    scheduler = compression_scheduler(model, file)
+    model.load_state_dict(early)
+    counts = []
+    for _ in range(5):
+        scheduler.step()
+        mask = unpack(model.fc2.sparse_pruning_mask, torch.Size((8, 16)))
+        assert not (mask & ~before).any()
+        counts.append(int(mask.sum()))
+    assert 32 < before.sum() == counts[0] < 128
+    assert counts[1:] == [before.sum(), 34, 32, 32]
