@@ -163,8 +163,7 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     """The Trainer prunes when saving returns, before the checkpoint is on disk: here before the next one instead."""
     if being_measured():
         return None
-    if not trainer.args.save_only_model:
-        _make_what_waits(trainer)
+    _make_what_waits(trainer, last=not trainer.args.save_only_model)
     engine = _writing_engine(trainer)
     if engine is None:
         return wrapped(*args, **kwargs)
@@ -174,8 +173,8 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Training ends: before what follows the last checkpoint is on disk, and what ZenFlow has put off is made."""
-    _make_what_waits(trainer)
+    """Training ends: before what follows the last checkpoint is on disk, and updates that wait are made."""
+    _make_what_waits(trainer, last=True)
     engine = _writing_engine(trainer)
     if engine is not None:
         _prune_when_written(engine, trainer, args[0] if args else kwargs["trial"])
@@ -183,19 +182,20 @@ def _finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -
 
 
 def _evaluate_what_is_saved(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The Trainer evaluates before it saves, and a checkpoint makes what ZenFlow has put off: the best checkpoint would
-    have another loss than the one it was chosen by."""
-    if trainer.control.should_save and not trainer.args.save_only_model and not being_measured():
-        _make_what_waits(trainer)
+    """The Trainer evaluates before it saves, and a checkpoint makes the updates that wait, as whole weights make those
+    that go on: the best checkpoint would have another loss than the one it was chosen by."""
+    if trainer.control.should_save and not being_measured():
+        _make_what_waits(trainer, last=not trainer.args.save_only_model)
     return wrapped(*args, **kwargs)
 
 
-def _make_what_waits(trainer: Any) -> None:
-    """Updates that ZenFlow has put off, so that the Trainer's weights and the engine's checkpoint are the same."""
+def _make_what_waits(trainer: Any, *, last: bool) -> None:
+    """Updates that are delayed, so that the Trainer's weights and the engine's checkpoint are the same; ``last``: also
+    those that ZenFlow has put off."""
     engine = engine_of(trainer)
     optimizer = None if engine is None or engine.destroyed else engine.optimizer
-    if engine is not None and optimizer is not None and engine.settings.zero_optimization.zenflow is not None:
-        optimizer.settle(last=True)
+    if optimizer is not None and optimizer.store.delays:
+        optimizer.settle(last=last)
 
 
 def _prune_when_written(engine: Engine, trainer: Any, trial: Any) -> None:
