@@ -17,7 +17,7 @@ from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.optim.stepping import UnitsJob
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError, OffloadError
-from tests.contract.test_parity import ADAMW, MICRO, batches, model
+from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.engine.offload.test_aio import files_of_at_most
 from tests.helpers.distributed import DistributedFailure, run_distributed
 from tests.helpers.logs import Lines
@@ -267,3 +267,54 @@ def test_what_is_told_of_writes_while_updates_are_delayed(tmp_path: Path) -> Non
 
 def test_a_delayed_update_is_one_step_late_and_nothing_is_lost(tmp_path: Path) -> None:
     run_distributed(delayed, 2, str(tmp_path), timeout=100)
+
+
+def dropped(stage: int) -> dict[str, torch.Tensor]:
+    """Weights after five updates, of which gradients came down that none of them took."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "ds_hf": {"offload": {"delayed": True}, "nonfinite": "skip"},
+    }
+    engine = initialize(model=model(), config=config)[0]
+    for number, (micro,) in enumerate(batches(1, world)):
+        if number == 2:
+            engine.backward(engine(micro[rank]) * torch.inf)
+            engine.step()
+        if number == 4:
+            engine.backward(engine(micro[rank]) * 100)
+            engine.optimizer.zero_grad()
+        engine.backward(engine(micro[rank]))
+        engine.step()
+    assert engine.skipped_steps == 1
+    engine._finish_update()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def one_step_late(world: int) -> dict[str, torch.Tensor]:
+    """The same in plain torch: an update's weights come when the next one begins."""
+    now, masters = model(), model()
+    optimizer = torch.optim.AdamW(masters.parameters(), **ADAMW)  # type: ignore[arg-type]
+    for (micro,) in batches(1, world):
+        now.zero_grad()
+        (sum(now(each) for each in micro) / world).backward()
+        now.load_state_dict(masters.state_dict())
+        for master, param in zip(masters.parameters(), now.parameters(), strict=True):
+            master.grad = param.grad.clone()
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), CLIP)
+        optimizer.step()
+    return dict(masters.named_parameters())
+
+
+def test_gradients_that_are_dropped_leave_a_delayed_update_alone() -> None:
+    """Its weights wait where its gradients came: an overflow let the next gradients come there."""
+    expected = one_step_late(2)
+    for stage in (1, 3):
+        for found in run_distributed(dropped, 2, stage):
+            for name, weight in expected.items():
+                torch.testing.assert_close(found[name], weight.detach(), rtol=1e-6, atol=1e-6, msg=name)

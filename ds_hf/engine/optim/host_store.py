@@ -34,7 +34,7 @@ from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, Room, streaming
 from ds_hf.engine.optim.streamed_updates import InFlightUpdate, Outputs, StreamedUpdates
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage
+from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage, HostGradientStorage
 
 __all__ = ["DelayedStore", "HostPlace", "HostStore"]
 
@@ -370,6 +370,14 @@ class DelayedStore(HostStore):
             for _, update in self._running:  # moving states must not overtake their update
                 update.result()
             self._fill_room(gradients)
+
+    def _submitted(
+        self, gradients: Sequence[GradientBuffer], make: MakeJob
+    ) -> Iterator[tuple[GradientBuffer, Future[None]]]:
+        for gradient, update in super()._submitted(gradients, make):
+            assert isinstance(gradient.storage, HostGradientStorage)
+            gradient.storage.turn()
+            yield gradient, update
 
     def settle(self, *, last: bool = False) -> Iterator[Sequence[GradientBuffer]]:
         running, self._running = self._running, []

@@ -313,7 +313,7 @@ class HostGradientStorage:
     Args:
         accumulates: several micro-batches a step are expected; others are summed just the same.
         pinned: see ``host_empty``.
-        places: places for what comes down that take turns; 2 where an update may still read the last one.
+        places: places for what comes down that take turns, see ``turn``; 2 where an update may still read the last one.
     """
 
     adds_in_place = False
@@ -346,8 +346,6 @@ class HostGradientStorage:
 
     def add(self, owned: Tensor | None, reduced: Tensor) -> Tensor:
         self.settle()  # what came last is in the sum: its place is free
-        if owned is None:
-            self._turn = (self._turn + 1) % self._places
         received = self._place(self._received, reduced.numel(), reduced.dtype)
         if owned is None and not self._accumulates:
             self._squares = ops.squared_norm([reduced])
@@ -360,6 +358,11 @@ class HostGradientStorage:
         arrival = self._link.down(received, reduced)
         self._work = self._worker.submit(_accumulate, total, received, arrival, first=owned is None)
         return total
+
+    def turn(self) -> None:
+        """An update has begun with what is here, and may write parameters over it: what comes goes to the next place.
+        What is dropped (an overflow, ``zero_grad``) leaves the turn as it is: the other place may be in use."""
+        self._turn = (self._turn + 1) % self._places
 
     def _place(self, places: list[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         while len(places) <= self._turn:

@@ -50,6 +50,7 @@ class ColumnGradients(HostGradientStorage):
     def add(self, owned: Tensor | None, reduced: Tensor) -> Tensor:
         if owned is None:
             self._picked = self._sizes = None
+            self.turn()
         if self.positions is not None:
             picked = reduced.index_select(0, self.positions)
             if self._picked is not None:
