@@ -118,6 +118,7 @@ class CostModel:
         self._covariance = np.zeros((0, 0))
         self._plans: dict[str, tuple[StatePlan, int, bool]] = {}
         self._rooflines: dict[tuple[str, int, int], float] = {}
+        self._states: dict[tuple[str, bool], StateBytes] = {}
         self._lengths: dict[tuple[str, int], int] = {}
         self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
         self._calibrate()
@@ -173,14 +174,17 @@ class CostModel:
 
     def states(self, setting: Setting, accumulation: int) -> StateBytes:
         """Bytes of the model states of one rank."""
-        return estimate_states(
-            self.plan(setting),
-            self._size(setting),
-            self._world(setting),
-            module_dtype=self._dtype,
-            accumulates=accumulation > 1,
-            split_masters=bool(self.survey.facts.get("cuda")),
-        )
+        key = key_of(setting), accumulation > 1
+        if key not in self._states:
+            self._states[key] = estimate_states(
+                self.plan(setting),
+                self._size(setting),
+                self._world(setting),
+                module_dtype=self._dtype,
+                accumulates=accumulation > 1,
+                split_masters=bool(self.survey.facts.get("cuda")),
+            )
+        return self._states[key]
 
     @property
     def _dtype(self) -> str:
