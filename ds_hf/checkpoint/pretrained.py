@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 SINGLE = "model.safetensors"
+_SAVE = "ds_hf_save"  # in the header of each of several files: a mark of what wrote them together
 INDEX = f"{SINGLE}.index.json"
 _ADAPTED = re.compile(r"^base_model\.|\.base_layer\.|\.lora_[AB]\.")  # what PEFT calls parameters
 _INDEX_NBYTES = 2**28  # that an index may have
@@ -135,13 +137,14 @@ class ShardedWriter:
         self._specs = {spec.name: spec for spec in specs}
         self._total, self._done = sum(spec.nbytes for spec in specs), 0
         parts = in_shards(((spec, spec.nbytes) for spec in specs), None if single else max_shard_size)
+        own = {"format": "pt", **({_SAVE: secrets.token_hex(8)} if len(parts) > 1 else {}), **(metadata or {})}
         self._home: dict[str, _Shard] = {}
         self._shards: list[_Shard] = []
         with ExitStack() as stack:  # what is wrong with a spec leaves nothing there
             aside = stack.enter_context(weights_aside(folder))
             for number, part in enumerate(parts, 1):
                 name = single or (f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else SINGLE)
-                shard = _Shard(aside, name, part, {"format": "pt", **(metadata or {})})
+                shard = _Shard(aside, name, part, own)
                 self._shards.append(shard)
                 self._home.update({spec.name: shard for spec in part})
             self._aside = stack.pop_all()
@@ -366,6 +369,7 @@ def read_pretrained(path: Path) -> Source:
     dtypes: dict[str, Any] = {}
     files, listed = weight_files(folder) if path.is_dir() else ([path.name], {})
     handles = {file: open_weights(folder / file) for file in files}
+    _require_one_save(folder, handles)
     for name, file in _homes(folder, {file: list(handle.keys()) for file, handle in handles.items()}, listed).items():
         view = handles[file].get_slice(name)
         tensors[file, name] = view
@@ -386,7 +390,9 @@ def weights_in(folder: Path) -> Iterator[tuple[str, Path]]:
         CheckpointError: as ``read_pretrained``.
     """
     files, listed = weight_files(folder)
-    held = {file: list(open_weights(folder / file).keys()) for file in files}
+    handles = {file: open_weights(folder / file) for file in files}
+    _require_one_save(folder, handles)
+    held = {file: list(handle.keys()) for file, handle in handles.items()}
     yield from ((name, folder / file) for name, file in _homes(folder, held, listed).items())
 
 
@@ -399,6 +405,21 @@ def open_weights(path: Path) -> Any:
     with reading(path):
         check_regular(path)
         return safe_open(path, framework="pt")
+
+
+def _require_one_save(folder: Path, handles: Mapping[str, Any]) -> None:
+    """Of files that one save wrote each has its mark, so that one of another save, of the same shapes, is noticed."""
+    marks = {file: (handle.metadata() or {}).get(_SAVE) for file, handle in handles.items()}
+    first = next(((file, mark) for file, mark in marks.items() if mark), None)
+    for file, mark in marks.items():
+        if first is not None and mark != first[1]:
+            if mark:
+                raise CheckpointError(
+                    f"{folder}: {first[0]} and {file} were written by different saves: copy all of one"
+                )
+            logger.warning(
+                "%s: %s has no mark of the save that wrote %s: of another one, or edited", folder, file, first[0]
+            )
 
 
 def _homes(folder: Path, held: Mapping[str, Sequence[str]], listed: Mapping[str, str]) -> dict[str, str]:

@@ -57,6 +57,9 @@ _SAID = {  # what DeepSpeedPlugin's arguments and accelerate launch's flags say 
 }
 
 
+_YES = ("1", "true", "yes", "y", "on", "t")  # accelerate's own
+
+
 def wrap_plugin(module: ModuleType) -> None:
     """Hook of ``accelerate.utils.dataclasses``: what is said beside a DeepSpeed file, which alone counts, is told where
     the file says otherwise; and an "auto" that the engine chooses is left to it."""
@@ -178,10 +181,16 @@ def wrap_accelerator(module: ModuleType) -> None:
             kwargs = {**kwargs, "deepspeed_plugin": None}
         asked = given is not None or _deepspeed_processes()
         wrapped(*args, **kwargs)
-        if asked and kwargs.get("cpu") and accelerator.distributed_type != module.DistributedType.DEEPSPEED:
+        by = (
+            "Accelerator is given cpu=True"
+            if kwargs.get("cpu")
+            else "ACCELERATE_USE_CPU is set (accelerate launch --cpu)"
+        )
+        on_cpu = kwargs.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
+        if asked and on_cpu and accelerator.distributed_type != module.DistributedType.DEEPSPEED:
             warn_once(
-                "accelerate leaves DeepSpeed out where Accelerator is given cpu=True: nothing of the DeepSpeed file is "
-                "used, and models train without an engine. Leave cpu=True out: without a GPU ds_hf trains on the CPU"
+                f"accelerate leaves DeepSpeed out where {by}: nothing of the DeepSpeed file is used, and models train "
+                "without an engine. Leave it out: without a GPU ds_hf trains on the CPU"
             )
 
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class PlainZenFlow:
 
     def __init__(self, params: list[Tensor], section: dict[str, Any], options: list[dict[str, Any]]) -> None:
         self.params, self.section, self.options = params, section, options
-        self.host = [param.detach().float().clone() for param in params]
+        self.host = [param.detach().to(_wide(param.dtype)).clone() for param in params]
         self.adam = self._adam(self.host)
         self.masks: list[Tensor] | None = None
         self.late: list[Tensor] | None = None
@@ -141,6 +141,10 @@ class PlainZenFlow:
         self.due = sum(presses) / len(presses) >= self.section.get("auto_ratio", 0.99)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def mask_of(size: Tensor, share: float) -> Tensor:
     """The elements in the columns of the largest sums; all of what has none."""
     if size.dim() < 2:
@@ -173,20 +177,20 @@ def plain(
         options: of a parameter, as in its group.
         halved_every: steps after which learning rates are.
     """
-    trained = model().to(device)
+    trained = model().to(device, _wide(dtype))
     rule = PlainZenFlow(list(trained.parameters()), section, list(map(options, trained.parameters())))
     params = rule.params = list(trained.to(dtype).parameters())
     losses = []
     for number, step in enumerate(batches(accumulation, world)):
-        grads, sizes = ([torch.zeros_like(param, dtype=torch.float32) for param in params] for _ in range(2))
+        grads, sizes = ([torch.zeros_like(param, dtype=_wide(dtype)) for param in params] for _ in range(2))
         total = 0.0
         for micro in step:
             loss = sum(trained(ids.to(device)) for ids in micro) / (accumulation * world)
             total += loss.item()
             scale = scales[number] or 1.0 if scales is not None else 1.0
             for index, grad in enumerate(torch.autograd.grad(loss * scale, params)):
-                grads[index] += grad.float() / scale
-                sizes[index] += grad.float().abs()
+                grads[index] += grad.to(_wide(dtype)) / scale
+                sizes[index] += grad.to(_wide(dtype)).abs()
         losses.append(total)
         if scales is not None and not scales[number]:
             continue
@@ -197,7 +201,7 @@ def plain(
         rule.step([grad * factor for grad in grads], sizes, 0.5 ** (number // halved_every))
         if number + 1 in ends:
             rule.end()
-    return losses, {name: param.detach().float().cpu() for name, param in trained.named_parameters()}
+    return losses, {name: param.detach().to(_wide(dtype)).cpu() for name, param in trained.named_parameters()}
 
 
 def engine_of(section: dict[str, Any], stage: int, accumulation: int = 1, **more: Any) -> Engine:
@@ -624,3 +628,20 @@ def shares() -> None:
 
 def test_all_columns_and_one_of_each_matrix() -> None:
     run_distributed(shares, 1, timeout=30)
+
+
+def in_double_precision() -> None:
+    for stage, own in ((2, {}), (3, {"overlap_step": True, "offload": True})):
+        section = {**EVERY, **own}
+        engine = engine_of(section, stage, 2, model=model().double())
+        steps(engine, 2)
+        engine._finish_update()
+        with GatheredParameters(list(engine.module.parameters())):
+            found = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        engine.destroy()
+        for name, value in plain(section, 2, 1, 0.0, dtype=torch.float64)[1].items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_double_precision_is_not_given_up() -> None:
+    run_distributed(in_double_precision, 1, timeout=60)

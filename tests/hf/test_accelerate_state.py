@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 import pytest
@@ -54,17 +55,23 @@ def test_the_backend_is_only_named_for_deepspeed_under_a_launcher() -> None:
     assert run_distributed(state, 1, True, False, backend=None) == [(None, 1, 0)]
 
 
-def on_the_cpu() -> str:
+def on_the_cpu(by_argument: bool) -> str:
     said = Lines(logging.WARNING)
     logging.getLogger("ds_hf").addHandler(said)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    if not by_argument:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    given = {"cpu": True} if by_argument else {}
+    accelerator = Accelerator(**given, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     return f"{accelerator.distributed_type.value} {' '.join(said.texts)}"
 
 
-def test_it_is_told_where_accelerate_leaves_deepspeed_out() -> None:
-    (found,) = run_distributed(on_the_cpu, 1, backend=None)
+@pytest.mark.parametrize(
+    ("by_argument", "why"), [(True, "Accelerator is given cpu=True"), (False, "ACCELERATE_USE_CPU")]
+)
+def test_it_is_told_where_accelerate_leaves_deepspeed_out(by_argument: bool, why: str) -> None:
+    (found,) = run_distributed(on_the_cpu, 1, by_argument, backend=None)
     assert "DEEPSPEED" not in found
-    assert "leaves DeepSpeed out where Accelerator is given cpu=True" in found
+    assert f"leaves DeepSpeed out where {why}" in found
 
 
 def loop() -> list[str]:

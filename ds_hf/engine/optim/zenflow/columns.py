@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.zero.layout import FlatLayout, Fragment, Slot
+from ds_hf.engine.zero.storage import summed_in
 
 __all__ = ["Columns"]
 
@@ -41,7 +42,7 @@ class Columns:
             width = _width(fragment.slot)
             for first, start, end in _rows(fragment, width) if width else ():
                 part = shard[start:end].view(-1, min(width, end - start))
-                sizes = torch.linalg.vector_norm(part, ord=1, dim=0, dtype=torch.float32)
+                sizes = torch.linalg.vector_norm(part, ord=1, dim=0, dtype=summed_in(torch.float32, part.dtype))
                 places[fragment.slot.index][first : first + len(sizes)] += sizes
         return found
 

@@ -36,7 +36,7 @@ from ds_hf.engine.optim.zenflow.pressure import Pressure
 from ds_hf.engine.optim.zenflow.rounds import Rounds
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.storage import GradientStorage
+from ds_hf.engine.zero.storage import GradientStorage, summed_in
 
 __all__ = ["ZenFlowStore"]
 
@@ -183,7 +183,7 @@ class ZenFlowStore(HostStore):
                 continue
             waiting = self._put_off.get(gradient)
             if waiting is None:
-                total = host_empty(grads.numel(), torch.float32, pinned=False)
+                total = host_empty(grads.numel(), summed_in(torch.float32, grads.dtype), pinned=False)
                 waiting = self._put_off[gradient] = _PutOff(total, job)
             scale_and_skip = job.control.on(grads.device)
             waiting.job = job
