@@ -39,6 +39,7 @@ class _Engine(Protocol):
     settings: Config
     mesh: Mesh
     events: Events
+    reducer: Any
     monitor: Any
     global_steps: int
     global_samples: int
@@ -61,6 +62,7 @@ class LayerDrop(Observer):
         self._keywords = [name for name in _KEYWORDS if takes(forward, name)]
         kinds = [each.kind for each in inspect.signature(forward).parameters.values()]
         self.blocks = [] if "pld_theta" in self._keywords else self._found(inspect.Parameter.VAR_KEYWORD in kinds)
+        engine.reducer.fills = bool(self.blocks)  # one process updates what was left out as several do
         self._tell = engine.module.register_forward_pre_hook(Hook(self._with_theta), prepend=True, with_kwargs=True)
         self.calls = Calls(engine, self._begin)
         self.forms: dict[type[nn.Module], tuple[Any, ...]] = {}  # of what each class of block gives; () is a tensor
@@ -118,6 +120,7 @@ class LayerDrop(Observer):
         self.calls.step = -1
 
     def close(self) -> None:
+        self.engine.reducer.fills = False
         self._tell.remove()
         self.calls.handle.remove()
         for block, around in zip(self.blocks, self._around, strict=True):

@@ -105,6 +105,7 @@ class Reducer:
         self.held = False  # backwards inside those left gradients that nothing has reduced yet
         self._finished = False  # a step was made
         self.backwards = 0  # how many ended since all gradients were cleared
+        self.fills = False  # on one process, too, a buffer without any gradient has zeros, where others have some
         self.used: dict[Unit, None] = {}
         self._agreed: list[Unit] | None = None
         self.asked = False  # whether the model was called since the last step
@@ -405,7 +406,8 @@ class Reducer:
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
         what users wrote into ``param.grad``. Where processes train together, a buffer without any gradient has zeros,
-        those that one process alone holds (experts) as all others; where no process has any, there is none, as on one.
+        those that one process alone holds (experts) as all others, as on one that ``fills``; where no process has any,
+        there is none.
         What cannot tell so (optimizers that send something else, copies between GPUs) takes zeros then, too.
 
         Raises:
@@ -413,8 +415,8 @@ class Reducer:
         """
         self.shown, self._finished = False, True
         buffers = [*self._inside, *self._tied]
-        together = not all(buffer.alone for buffer in buffers)
-        nothing = together and all(buffer.untouched for buffer in buffers)
+        together, untouched = not all(buffer.alone for buffer in buffers), all(buffer.untouched for buffer in buffers)
+        nothing, fills = together and untouched, together or (self.fills and not untouched)
         for buffer in buffers:
             if buffer.shown and not buffer.ready:
                 buffer.take_back()
@@ -422,7 +424,7 @@ class Reducer:
                 buffer.collect(self.factor)
                 buffer.pick_up()
                 buffer.collect()
-            if buffer.has_partial or (not buffer.has_reduced and together and not buffer.sleeps):
+            if buffer.has_partial or (not buffer.has_reduced and fills and not buffer.sleeps):
                 buffer.reduce(last=True, nothing=nothing)
         tell = [buffer for buffer in buffers if buffer.tells] if nothing else []
         if nothing and not tell:

@@ -50,12 +50,12 @@ def loss_by_hand(plain: Any, step: int, rank: int) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten()), left_out
 
 
-def by_hand() -> tuple[list[float], int]:
+def by_hand(world: int = 2) -> tuple[list[float], int]:
     plain = tiny_llama(num_hidden_layers=DEPTH).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     losses, left_out = [], 0
     for step in range(6):
-        found = [loss_by_hand(plain, step, rank) for rank in range(2)]
+        found = [loss_by_hand(plain, step, rank) for rank in range(world)]
         loss = torch.stack([each for each, _ in found]).mean()
         left_out += found[0][1]
         for param in plain.parameters():
@@ -114,6 +114,27 @@ def test_two_processes_at_every_stage_resumed_in_the_middle(tmp_path: Path, comp
     for found in run_distributed(stages, 2, str(tmp_path), compiled, timeout=90):
         for losses in found.values():
             assert losses == pytest.approx(wanted, abs=5e-5)
+
+
+def alone(stage: int, offload: bool) -> list[float]:
+    file = settings(stage)
+    if offload:
+        file["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = initialize(model=tiny_llama(num_hidden_layers=DEPTH).train(), config=file)
+    losses = []
+    for step in range(6):
+        loss = engine(**batch(step, 0)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
+def test_one_process_updates_what_was_left_out_as_several_do(stage: int, offload: bool) -> None:
+    """Its weights decay and its momentum goes on, by gradients of zeros."""
+    assert alone(stage, offload) == pytest.approx(by_hand(1)[0], abs=2e-5)
 
 
 class Told(nn.Module):
