@@ -355,7 +355,8 @@ def _check_range(value: Any, pointer: str, draft: Draft) -> None:
             _check_range(item, f"{pointer}/{index}", draft)
     elif isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value) or value < 0 or pointer != "/steps_per_print":
-            draft.fault(pointer, f"{value} is not a usable number", "give a finite number")
+            more = " (0 clips nothing)" if pointer == "/gradient_clipping" else ""
+            draft.fault(pointer, f"{value} is not a usable number", "give a finite number" + more)
     elif isinstance(value, int) and abs(value) > _LARGEST:
         draft.fault(pointer, "the number does not fit into 64 bits", "give a smaller one")
 

@@ -159,7 +159,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/gradient_accumulation_steps", 0, "at least 1"),
     ("/gradient_clipping", -1.0, "at least 0"),
     ("/gradient_clipping", float("nan"), "finite"),
-    ("/gradient_clipping", float("inf"), "finite"),
+    ("/gradient_clipping", float("inf"), "0 clips nothing"),
     ("/steps_per_print", 0, "more than 0"),
     ("/steps_per_print", float("-inf"), "finite"),
     ("/train_batch_size", 2**70, "64 bits"),
