@@ -53,10 +53,16 @@ class MMapIndexedDataset(Dataset[Any]):
         self.sizes = np.frombuffer(raw, np.int32, items, _HEAD.size)
         self._offsets = np.frombuffer(raw, np.int64, items, _HEAD.size + 4 * items)
         self.doc_idx = np.frombuffer(raw, np.int64, documents, _HEAD.size + 12 * items)
+        if items and int(self.sizes.min()) < 0:
+            raise DsHfError(f"{self._path}.idx is damaged: it has an item of {self.sizes.min()} numbers")
         nbytes = int(self.sizes.astype(np.int64).sum()) * np.dtype(self.dtype).itemsize
         self._numbers = _mapped(f"{self._path}.bin")
-        if len(self._numbers) < nbytes:
-            raise DsHfError(f"{self._path}.bin has {len(self._numbers)} of the {nbytes} bytes that its index names")
+        if (found := len(self._numbers)) != nbytes:
+            what = f"of the {nbytes} bytes" if found < nbytes else f"bytes, and not the {nbytes}"
+            raise DsHfError(
+                f"{self._path}.bin has {found} {what} that its index names: the two are not of one writing, or "
+                "damaged. Write both again"
+            )
 
     def __reduce__(self) -> tuple[type[MMapIndexedDataset], tuple[str]]:
         return type(self), (self._path,)
@@ -166,8 +172,10 @@ def read_numbers(path: str | Path) -> Numbers:
     if name.endswith(".npy"):
         try:
             found = cast(Numbers, np.load(name, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DsHfError(f"{name} cannot be read: {error}") from error
+        if not isinstance(found, np.ndarray):
+            raise DsHfError(f"{name} has several arrays, as numpy.savez writes them: write one, with numpy.save")
         if found.ndim != 1 or found.dtype.kind not in "iuf":
             raise DsHfError(
                 f"{name} has shape {found.shape} and dtype {found.dtype}: one number for each sample is needed"

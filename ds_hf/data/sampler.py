@@ -64,7 +64,14 @@ class MetricIndex:
                     raise ConfigError(
                         f"the metric {name} has no index_to_metric_path: difficulties are its values", name
                     )
-                self.values = np.repeat(read_numbers(values), listed.sizes)
+                numbers = read_numbers(values)
+                if len(numbers) != len(listed):
+                    raise ConfigError(
+                        f"{values} has {len(numbers):_} values, and {rows} lists samples of {len(listed):_}: the two "
+                        f"are not of one analysis. Give both files as DataAnalyzer wrote them (metric {name})",
+                        name,
+                    )
+                self.values = np.repeat(numbers, listed.sizes)
         self._check(total, str(values if rows is None else rows))
 
     def _check(self, total: int, path: str) -> None:
@@ -76,6 +83,20 @@ class MetricIndex:
             )
         if total and (self.samples.min() < 0 or self.samples.max() >= total):
             raise ConfigError(f"{path} names sample {self.samples.max()}, and the data set has {total:_}", self.name)
+        seen = np.zeros(total, dtype=bool)
+        seen[self.samples] = True
+        if not seen.all():
+            raise ConfigError(
+                f"{path} names {int(seen.sum()):_} of {total:_} samples, and some of them several times: it is no list "
+                f"of samples by their {self.name}. Give the file ..._index_to_sample that DataAnalyzer wrote",
+                self.name,
+            )
+        if self.by_percentile and total < self.settings["max_difficulty"]:
+            raise ConfigError(
+                f"max_difficulty {self.settings['max_difficulty']} of {self.name} is into how many shares the samples "
+                f"are divided (100, as a rule), and there are {total:_}: give no more than that",
+                self.name,
+            )
         if self.values is None or not total:
             return
         if strange := int((~np.isfinite(self.values)).sum()):

@@ -95,3 +95,22 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         MMapIndexedDataset(tmp_path / "two")
     with pytest.raises(DsHfError, match="take whole numbers"):
         MMapIndexedDatasetBuilder(tmp_path / "three.bin", np.float32)
+
+
+def test_an_index_of_other_numbers_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    write(tmp_path / "wide", np.int64)
+    (tmp_path / "wide.idx").write_bytes((tmp_path / "one.idx").read_bytes())  # half of the bytes would be read
+    with pytest.raises(DsHfError, match=r"wide.bin has 32 bytes, and not the 16 that its index names"):
+        MMapIndexedDataset(tmp_path / "wide")
+    whole = (tmp_path / "one.idx").read_bytes()
+    (tmp_path / "one.idx").write_bytes(whole[:34] + struct.pack("<i", -3) + whole[38:])
+    with pytest.raises(DsHfError, match=r"one.idx is damaged: it has an item of -3 numbers"):
+        MMapIndexedDataset(tmp_path / "one")
+    (tmp_path / "empty.npy").touch()
+    with pytest.raises(DsHfError, match=r"empty.npy cannot be read"):
+        read_numbers(tmp_path / "empty.npy")
+    with open(tmp_path / "several.npy", "wb") as file:
+        np.savez(file, lengths=np.ones(3))
+    with pytest.raises(DsHfError, match="has several arrays"):
+        read_numbers(tmp_path / "several.npy")

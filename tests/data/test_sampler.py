@@ -12,8 +12,10 @@ import pytest
 import torch
 from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer, DistributedDataAnalyzer
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 
-from ds_hf.data.sampler import ClusterDraws, EpochSampler
+from ds_hf.data.index_files import read_numbers
+from ds_hf.data.sampler import ClusterDraws, EpochSampler, MetricIndex
 from ds_hf.errors import ConfigError, DsHfError
 from tests.helpers.distributed import run_distributed
 
@@ -176,3 +178,20 @@ def test_files_that_do_not_fit_are_named(files: Path, changes: dict[str, Any], t
     given = {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"seqlen": metric}}}}
     with pytest.raises(ConfigError, match=words):
         next(ClusterDraws(given, total, 8))
+
+
+def test_files_of_two_analyses_are_named(files: Path, tmp_path: Path) -> None:
+    metric = config(files, TABLE["cases"]["value"]["metrics"])["data_sampling"]["curriculum_learning"]
+    metric = metric["curriculum_metrics"]["seqlen"]
+    listed = MMapIndexedDataset(metric["index_to_sample_path"])
+    np.save(tmp_path / "fewer.npy", read_numbers(metric["index_to_metric_path"])[1:])
+    with pytest.raises(ConfigError, match=f"values, and .* lists samples of {len(listed)}: the two are not of one"):
+        MetricIndex("seqlen", {**metric, "index_to_metric_path": f"{tmp_path}/fewer.npy"}, TOTAL)
+    builder = MMapIndexedDatasetBuilder(tmp_path / "twice.bin", np.int64)
+    builder.add_items(np.minimum(item, TOTAL - 3) for item in listed[0 : len(listed)])
+    builder.finalize(tmp_path / "twice.idx")
+    with pytest.raises(ConfigError, match=f"names {TOTAL - 2} of {TOTAL} samples, and some of them several times"):
+        MetricIndex("seqlen", {**metric, "index_to_sample_path": f"{tmp_path}/twice"}, TOTAL)
+    shares = {**metric, "difficulty_type": "percentile", "max_difficulty": TOTAL + 1}
+    with pytest.raises(ConfigError, match=f"and there are {TOTAL}: give no more than that"):
+        MetricIndex("seqlen", shares, TOTAL)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -146,6 +147,12 @@ def lengths_of(path: str | None, total: int) -> Sequence[int]:
     if len(found) != total:
         raise ConfigError(
             f"{path} has the lengths of {len(found):_} samples, and the data set has {total:_}: analyze this one anew",
+            f"{_POINTER}/metrics_path",
+        )
+    numbers = np.asarray(found)
+    if strange := int((~(np.isfinite(numbers) & (numbers >= 0))).sum()):
+        raise ConfigError(
+            f"{path} has {strange:_} lengths that are negative or not finite: write the tokens of each sample",
             f"{_POINTER}/metrics_path",
         )
     return [int(each) for each in found]

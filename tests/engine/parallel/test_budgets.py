@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_hf import initialize
 from ds_hf.data.batching import batch_by_seqlens
-from ds_hf.engine.parallel.budgets import BudgetLoader
+from ds_hf.engine.parallel.budgets import BudgetLoader, lengths_of
 from ds_hf.errors import ConfigError
 from ds_hf.log import forget_said
 from tests.compression.common import logged
@@ -228,6 +228,13 @@ def one_process(folder: str) -> dict[str, Any]:
     found["length"] = len(list(loader)) == len(loader)
     engine.destroy()
     return found
+
+
+def test_lengths_that_are_no_lengths_are_named(tmp_path: Path) -> None:
+    for name, strange in (("nan", np.nan), ("negative", -1.0)):
+        np.save(tmp_path / f"{name}.npy", np.array([3.0, strange, 2.0]))
+        with pytest.raises(ConfigError, match=rf"{name}.npy has 1 lengths that are negative or not finite"):
+            lengths_of(f"{tmp_path}/{name}.npy", 3)
 
 
 def test_lengths_that_do_not_fit_and_a_loader_of_a_script(tmp_path: Path) -> None:
