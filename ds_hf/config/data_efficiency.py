@@ -9,6 +9,7 @@ from ds_hf.config.source import Draft
 from ds_hf.config.types.data import cuts_length
 from ds_hf.config.types.root import Config
 from ds_hf.data.difficulty import CurriculumScheduler, schedule_faults
+from ds_hf.data.layer_keeping import ProgressiveLayerDrop
 from ds_hf.data.token_schedule import RandomLTDScheduler, token_faults
 
 __all__ = ["check_data", "data_notes", "length_settings"]
@@ -171,7 +172,37 @@ def length_settings(config: Config) -> tuple[str, Mapping[str, Any]] | None:
 
 def data_notes(config: Config) -> list[str]:
     """Difficulties over steps and what follows from them, a line each; none without a curriculum."""
-    return [*_length_notes(config), *_token_notes(config)]
+    return [*_length_notes(config), *_metric_notes(config), *_token_notes(config), *_layer_notes(config)]
+
+
+def _metric_notes(config: Config) -> Iterator[str]:
+    """Of metrics that choose samples, or that a function of the script asks for."""
+    efficiency = config.data_efficiency
+    section = efficiency.data_sampling.curriculum_learning
+    if not (efficiency.enabled and efficiency.data_sampling.enabled and section.enabled):
+        return
+    for name, metric in section.curriculum_metrics.items():
+        if cuts_length(name, metric):
+            continue
+        scheduler = CurriculumScheduler(metric)
+        shares = metric.get("difficulty_type") == "percentile"
+        what = f"{name}, shares of {metric['max_difficulty']} of the samples" if shares else f"difficulty of {name}"
+        if metric["schedule_type"] == "custom":
+            yield f"{what}: by a function, see engine.set_custom_curriculum_learning_schedule"
+        else:
+            told = ", ".join(f"{scheduler.get_difficulty(step)} (step {step:_})" for step in _steps(metric))
+            yield f"{what}, at most: {told}"
+
+
+def _layer_notes(config: Config) -> Iterator[str]:
+    drops = config.progressive_layer_drop
+    if not drops.enabled or drops.gamma <= 0:
+        return
+    scheduler, told = ProgressiveLayerDrop(drops.theta, drops.gamma), []
+    for step in sorted({round(part / drops.gamma) for part in range(5)}):
+        scheduler.update_state(step)
+        told.append(f"{scheduler.get_theta():.2f} (step {step + 1:_})")
+    yield f"progressive_layer_drop, theta (with which the last block is computed): {', '.join(told)}"
 
 
 def _token_notes(config: Config) -> Iterator[str]:

@@ -112,3 +112,19 @@ def test_explain_shows_tokens_over_steps() -> None:
     assert kept.startswith("random_ltd, tokens kept in 2 blocks: 16 (step 1), 16 (step 13), 24 (step 26), ")
     assert kept.endswith("64 (step 101)")
     assert share == "its 100 steps have 78% of the layer-tokens that they have without"
+
+
+def test_explain_shows_difficulties_of_metrics_and_theta_over_steps() -> None:
+    rare = {**LINEAR, **FILES}
+    shares = {**rare, "difficulty_type": "percentile", "min_difficulty": 10, "max_difficulty": 100}
+    own = {**rare, "schedule_type": "custom"}
+    first, second, third = data_notes(load(curricula({"rare": rare, "loss": shares, "own": own})))
+    assert first.startswith("difficulty of rare, at most: 64 (step 1), ")
+    assert first.endswith("256 (step 100)")
+    assert second.startswith("loss, shares of 100 of the samples, at most: ")
+    assert second.endswith("96 (step 100)")  # the largest multiple of difficulty_step
+    assert third.startswith("difficulty of own: by a function")
+    (theta,) = data_notes(load({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}}))
+    assert theta.endswith(
+        "computed): 1.00 (step 1), 0.68 (step 101), 0.57 (step 201), 0.52 (step 301), 0.51 (step 401)"
+    )

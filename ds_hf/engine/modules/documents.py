@@ -24,6 +24,7 @@ from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.engine.zero.unit import in_backward
 from ds_hf.errors import DsHfError
+from ds_hf.log import warn_once
 
 __all__ = ["Bounds", "Documents", "attach", "bounds_of", "is_recurrent"]
 
@@ -93,7 +94,7 @@ class Documents(Observer):
         names = [name for name, _ in zip(inspect.signature(model.forward).parameters, range(8), strict=False)]
         self._names = names
         self._handles = [model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True)]
-        self._hooked = False
+        self._hooked = self._looked = False
         self._eager: list[StandIn] = []
 
     def _hook_layers(self) -> None:
@@ -123,10 +124,35 @@ class Documents(Observer):
             when = (-1, -1) if engine is None else (engine.global_steps, engine.reducer.backwards)
             self._seen = [*(self._seen if when == self._when else ()), self._bounds]
             self._when = when
-        keeps = getattr(getattr(module, "config", None), "use_cache", False) and given.get("use_cache") is None
-        if packs and keeps and module.training and not cached and given.get("attention_mask") is None:
+        config = getattr(module, "config", None)
+        if not packs or cached:
+            return None
+        if given.get("attention_mask") is not None:
+            self._look_at_mask(config, given)
+            return None
+        # An evaluation keeps its cache, unless documents are packed: such a row is no prompt that goes on.
+        keeps = getattr(config, "use_cache", False) and given.get("use_cache") is None
+        if keeps and (module.training or self._bounds is not None or bounds_of(given) is not None):
             return args, {**kwargs, "use_cache": False}
         return None
+
+    def _look_at_mask(self, config: Any, given: Mapping[str, Any]) -> None:
+        """Tell, of the first batch, that transformers makes no mask of documents where one of padding is given."""
+        places, mask = given.get("position_ids"), given["attention_mask"]
+        if self._looked or torch.compiler.is_compiling() or not hasattr(config, "num_attention_heads"):
+            return
+        self._looked = True
+        if not (isinstance(places, Tensor) and isinstance(mask, Tensor) and places.ndim == mask.ndim == 2):
+            return
+        inside = mask != 0
+        again = (places[:, 1:] < places[:, :-1]) & inside[:, 1:] & inside[:, :-1]
+        if bool(again.any()):
+            warn_once(
+                "positions begin again inside a row, as of packed documents, and a batch has an attention_mask as "
+                "well: with it transformers lets each document attend to those before it. Leave attention_mask out "
+                "of packed batches",
+                about="packed documents beside a mask",
+            )
 
     @staticmethod
     def _by_kernels(kwargs: Mapping[str, Any]) -> bool:

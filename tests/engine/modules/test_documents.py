@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_hf import initialize
 from ds_hf.engine.modules.documents import bounds_of
 from ds_hf.errors import DsHfError
+from ds_hf.log import forget_said
 from tests.compat.trainer_code import tiny_llama
+from tests.compression.common import logged
 from tests.helpers.distributed import run_distributed
 
 LENGTHS = [5, 1, 9, 7]
@@ -152,3 +154,37 @@ def test_bounds_of_batches() -> None:
     ends = bounds_of({"input_ids": tokens[:1], "cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32)})
     assert ends is not None
     assert ends.rows.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]]
+
+
+def evaluated_and_masked() -> dict[str, Any]:
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+    found: dict[str, Any] = {}
+    for name in (*MODELS, "llama"):
+        plain, model = net(name).eval(), net(name)
+        engine, *_ = initialize(model=model, config=settings)
+        engine.eval()
+        forget_said()
+        with torch.no_grad(), logged() as told:
+            wanted = torch.cat([plain(input_ids=each).logits for each in documents()], 1)
+            found[name] = float((engine(**packed()).logits - wanted).abs().max())
+            alone = engine(input_ids=documents()[3], position_ids=torch.arange(LENGTHS[3])[None])
+            found[f"{name} keeps"] = alone.past_key_values is not None
+            padded = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[1, 1, 0, 1]])}
+            engine(**padded, attention_mask=torch.tensor([[0, 0, 1, 1]]))
+            found[f"{name} padded"] = list(told)
+        engine.destroy()
+        engine, *_ = initialize(model=net(name), config=settings)
+        with logged() as told:
+            engine(**packed(), attention_mask=torch.ones_like(packed()["input_ids"]))
+        found[f"{name} masked"] = [line for line in told if "Leave attention_mask out" in line]
+        engine.destroy()
+    return found
+
+
+def test_documents_are_apart_in_evaluation_and_a_mask_beside_them_is_told() -> None:
+    (found,) = run_distributed(evaluated_and_masked, 1, timeout=60)
+    for name in (*MODELS, "llama"):
+        assert found[name] < 2e-6
+        assert found[f"{name} keeps"]  # one text, which may go on
+        assert not any("Leave attention_mask out" in line for line in found[f"{name} padded"])
+        assert len(found[f"{name} masked"]) == 1
