@@ -260,7 +260,7 @@ def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     engine = engine_of(trainer)
     if not _shares_sequences(trainer):
         if engine is not None and engine.mesh.shape.tensor > 1 and not trainer.args.average_tokens_across_devices:
-            given["batch_samples"] = list(given["batch_samples"]) * trainer.get_tp_size()
+            given["batch_samples"] = list(given["batch_samples"]) * _divisor(wrapped, trainer)
         return wrapped(**given)
     data = 1 if engine is None or trainer.model.training else int(engine.mesh.shape.data)
     together = data > 1 and trainer.args.average_tokens_across_devices
@@ -280,6 +280,14 @@ def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     every = trainer.accelerator.gather(counted).view(-1, data * tensor, 2)
     tokens, filled = every[trainer.accelerator.process_index // (data * tensor)].sum(0) / tensor
     return (tokens * (own / size) / filled).float() if own > 0 else items
+
+
+def _divisor(wrapped: Wrapped, trainer: Any) -> int:
+    """What transformers divides items by: before 5.18 the processes that accelerate was told of, and no others."""
+    if "get_tp_size" in getattr(inspect.unwrap(wrapped), "__code__", wrapped).co_names:  # type: ignore[union-attr]
+        return int(trainer.get_tp_size())
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    return 1 if sizes is None else int(sizes.non_data_parallel_size)
 
 
 def _prediction_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -33,24 +33,47 @@ class Calls:
     def __init__(self, engine: _Engine, began: Callable[[bool], None]) -> None:
         self.engine, self.began = engine, began
         self.step, self.number = -1, 0
-        self.handle = engine.module.register_forward_pre_hook(Hook(self._begin), prepend=True)
+        self._inside = (
+            False  # a call that trains: checkpoints that are reentrant compute blocks without gradients in it
+        )
+        self._known: dict[tuple[int, int], int] = {}  # of inputs that such a checkpoint keeps, by block and address
+        self._handles = (
+            engine.module.register_forward_pre_hook(Hook(self._begin), prepend=True),
+            engine.module.register_forward_hook(Hook(self._end), always_call=True),
+        )
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        self._inside = module.training and torch.is_grad_enabled()
+        if not self._inside:
             return
         new = self.step != self.engine.global_steps
         self.step, self.number = self.engine.global_steps, 1 if new else self.number + 1
+        if new:
+            self._known.clear()
         self.began(new)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
 
     def of(self, block: nn.Module, hidden: Any) -> int:
         """Which call ``hidden``, the input of ``block``, belongs to; 0 where nothing trains. A block that is computed
         again in backward finds what it found the first time."""
-        if not (block.training and torch.is_grad_enabled() and isinstance(hidden, Tensor)):
+        trains = block.training and (torch.is_grad_enabled() or self._inside)
+        if not (trains and isinstance(hidden, Tensor)):
             return 0
+        if in_backward():
+            marked: int | None = getattr(hidden, _MARK, None)
+            return marked or self._known.get((id(block), hidden.data_ptr()), self.number)
         call = int(getattr(hidden, _MARK, self.number))
-        if not in_backward():
-            setattr(hidden, _MARK, call)
+        setattr(hidden, _MARK, call)
+        if not torch.is_grad_enabled():
+            self._known[id(block), hidden.data_ptr()] = call
         return call
+
+    def close(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def find_blocks(model: nn.Module, pointer: str, count: int | None = None, kind: type | None = None) -> list[nn.Module]:

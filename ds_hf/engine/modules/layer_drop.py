@@ -122,7 +122,7 @@ class LayerDrop(Observer):
     def close(self) -> None:
         self.engine.reducer.fills = False
         self._tell.remove()
-        self.calls.handle.remove()
+        self.calls.close()
         for block, around in zip(self.blocks, self._around, strict=True):
             if block.__dict__.get("forward") is around:
                 del block.__dict__["forward"]

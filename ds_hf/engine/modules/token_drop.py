@@ -217,7 +217,8 @@ class TokenDrop(Observer):
         self._calls.step = -1
 
     def close(self) -> None:
-        for handle in (self._calls.handle, *self._handles):
+        self._calls.close()
+        for handle in self._handles:
             handle.remove()
         if self.total:
             log_once(f"random_ltd: {self.saved:_} of {self.total:_} layer-tokens of the named blocks were dropped")
