@@ -169,8 +169,8 @@ def _discrete_faults(settings: Mapping[str, Any], base: str, most: Any) -> Itera
         message = f"there are {len(values)} difficulties and {len(limits)} steps at which they end"
         fix = "give one max_step less than there are difficulties: the last difficulty has no end"
         yield Fault(f"{base}/max_step", message, fix)
-    elif any(a >= b for a, b in pairwise(limits)):
-        message = f"the steps {list(limits)} do not rise"
+    elif limits[0] < 1 or any(a >= b for a, b in pairwise(limits)):
+        message = f"the steps {list(limits)} do not rise from 1 on"
         yield Fault(f"{base}/max_step", message, "give the last step of each difficulty, in order")
     elif min(values) <= 0:
         yield Fault(f"{base}/difficulty", f"{min(values)} is not above 0", "give difficulties above 0")

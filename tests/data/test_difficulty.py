@@ -68,6 +68,11 @@ def test_a_function_gives_the_difficulty_and_the_largest_is_kept() -> None:
             "do not rise",
         ),
         (
+            {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16], "max_step": [-4]}},
+            "/schedule_config/max_step",
+            "do not rise from 1 on",
+        ),
+        (
             {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 128], "max_step": [8]}},
             "/schedule_config/difficulty",
             "above max_difficulty",

@@ -121,6 +121,7 @@ class TokenDrop(Observer):
         assert isinstance(hidden, Tensor)
         positions, batch = hidden.shape[self.dim], hidden.shape[1 - self.dim]
         if not again:
+            self._check_order(hidden, kwargs)
             self.total += positions * batch
         keep = self.scheduler.get_current_seq()
         most = self.scheduler.state["max_value"]
@@ -172,6 +173,18 @@ class TokenDrop(Observer):
             f"random_ltd: a block gave a {type(output).__name__}, and hidden states, or a tuple that begins with them, "
             "are what rows can be put back into. Leave this block out of random_ltd_layer_id"
         )
+
+    def _check_order(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """By the places of tokens, where a block is given them."""
+        places, rotary = kwargs.get("position_ids"), kwargs.get("position_embeddings")
+        found = rotary[0] if isinstance(rotary, tuple | list) and rotary else None
+        there = places.shape[-1] if isinstance(places, Tensor) else found.shape[-2] if isinstance(found, Tensor) else 0
+        if there == hidden.shape[1 - self.dim] != hidden.shape[self.dim]:
+            order = ("seq_batch_dim", "batch_seq_dim")
+            raise DsHfError(
+                f"random_ltd: a block is given hidden states {tuple(hidden.shape)} and places of {there} tokens, which "
+                f"hidden_state_order {order[self.dim]} does not fit: set it to {order[1 - self.dim]}"
+            )
 
     def _check_packed(self, block: nn.Module, kwargs: Mapping[str, Any], batch: int) -> None:
         if self.saved and self._checked:

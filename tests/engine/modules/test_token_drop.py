@@ -196,6 +196,10 @@ def one_process() -> dict[str, Any]:
         with pytest.raises(ConfigError) as wrong:
             initialize(model=model(), config={**settings(0), **section(**changes)})
         found[name] = str(wrong.value)
+    engine, *_ = initialize(model=model(), config={**settings(0), **section(hidden_state_order="seq_batch_dim")})
+    with pytest.raises(DsHfError) as wrong:
+        engine(**batch(0, 0))
+    found["order"] = str(wrong.value)
     return found
 
 
@@ -207,6 +211,8 @@ def test_names_calls_and_models_that_do_not_fit() -> None:
     (less,) = found["less"]
     assert "ends at 10 tokens (max_value), and a batch has 12 positions" in less
     assert "names block 9, and LlamaForCausalLM has 4" in found["range"]
+    assert "hidden states (2, 12, 32) and places of 12 tokens" in found["order"]
+    assert "set it to batch_seq_dim" in found["order"]
     assert "LlamaForCausalLM has no list of 7 blocks to choose from: there are model.layers (4)" in found["depth"]
 
 
