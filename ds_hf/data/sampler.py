@@ -87,8 +87,8 @@ class MetricIndex:
         seen[self.samples] = True
         if not seen.all():
             raise ConfigError(
-                f"{path} names {int(seen.sum()):_} of {total:_} samples, and some of them several times: it is no list "
-                f"of samples by their {self.name}. Give the file ..._index_to_sample that DataAnalyzer wrote",
+                f"{path} names {int(seen.sum()):_} of {total:_} samples, and some of them more than once, so it does "
+                f"not list the samples by their {self.name}. Give the file ..._index_to_sample that DataAnalyzer wrote",
                 self.name,
             )
         if self.by_percentile and total < self.settings["max_difficulty"]:

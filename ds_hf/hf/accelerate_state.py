@@ -57,9 +57,6 @@ _SAID = {  # what DeepSpeedPlugin's arguments and accelerate launch's flags say 
 }
 
 
-_YES = ("1", "true", "yes", "y", "on", "t")  # accelerate's own
-
-
 def wrap_plugin(module: ModuleType) -> None:
     """Hook of ``accelerate.utils.dataclasses``: what is said beside a DeepSpeed file, which alone counts, is told where
     the file says otherwise; and an "auto" that the engine chooses is left to it."""
@@ -176,17 +173,16 @@ def wrap_accelerator(module: ModuleType) -> None:
 
     def with_known_plugin(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> None:
         """A second Trainer of the same TrainingArguments gives the plugin that is there already, which is no other."""
+        from accelerate.utils import parse_flag_from_env
+
         given = kwargs.get("deepspeed_plugin")
         if given is module.AcceleratorState._shared_state.get("deepspeed_plugins"):
             kwargs = {**kwargs, "deepspeed_plugin": None}
         asked = given is not None or _deepspeed_processes()
         wrapped(*args, **kwargs)
-        by = (
-            "Accelerator is given cpu=True"
-            if kwargs.get("cpu")
-            else "ACCELERATE_USE_CPU is set (accelerate launch --cpu)"
-        )
-        on_cpu = kwargs.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in _YES
+        by = "Accelerator is given cpu=True"
+        by = by if kwargs.get("cpu") else "ACCELERATE_USE_CPU is set (accelerate launch --cpu)"
+        on_cpu = kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
         if asked and on_cpu and accelerator.distributed_type != module.DistributedType.DEEPSPEED:
             warn_once(
                 f"accelerate leaves DeepSpeed out where {by}: nothing of the DeepSpeed file is used, and models train "

@@ -284,7 +284,8 @@ def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
 
 def _divisor(wrapped: Wrapped, trainer: Any) -> int:
     """What transformers divides items by: before 5.18 the processes that accelerate was told of, and no others."""
-    if "get_tp_size" in getattr(inspect.unwrap(wrapped), "__code__", wrapped).co_names:  # type: ignore[union-attr]
+    code = getattr(inspect.unwrap(wrapped), "__code__", None)
+    if code is None or "get_tp_size" in code.co_names:
         return int(trainer.get_tp_size())
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
     return 1 if sizes is None else int(sizes.non_data_parallel_size)

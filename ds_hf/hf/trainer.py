@@ -234,8 +234,8 @@ def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
 
 
 def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Before ``train()`` and ``evaluate()`` transformers asks the bare model to save itself as an engine would, and an
-    engine that is no more after ``redundancy_clean()``."""
+    """Without a live engine transformers asks the bare model to save itself as an engine would: before ``train()`` and
+    ``evaluate()``, and after ``redundancy_clean()``, which ends the engine."""
     if not trainer.is_deepspeed_enabled:
         return wrapped(*args, **kwargs)
     engine = engine_of(trainer)

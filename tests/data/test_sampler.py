@@ -190,7 +190,7 @@ def test_files_of_two_analyses_are_named(files: Path, tmp_path: Path) -> None:
     builder = MMapIndexedDatasetBuilder(tmp_path / "twice.bin", np.int64)
     builder.add_items(np.minimum(item, TOTAL - 3) for item in listed[0 : len(listed)])
     builder.finalize(tmp_path / "twice.idx")
-    with pytest.raises(ConfigError, match=f"names {TOTAL - 2} of {TOTAL} samples, and some of them several times"):
+    with pytest.raises(ConfigError, match=f"names {TOTAL - 2} of {TOTAL} samples, and some of them more than once"):
         MetricIndex("seqlen", {**metric, "index_to_sample_path": f"{tmp_path}/twice"}, TOTAL)
     shares = {**metric, "difficulty_type": "percentile", "max_difficulty": TOTAL + 1}
     with pytest.raises(ConfigError, match=f"and there are {TOTAL}: give no more than that"):

@@ -130,7 +130,7 @@ class Documents(Observer):
         if given.get("attention_mask") is not None:
             self._look_at_mask(config, given)
             return None
-        # An evaluation keeps its cache, unless documents are packed: such a row is no prompt that goes on.
+        # An evaluation keeps its cache, but not of packed documents: nothing is generated after such a row.
         keeps = getattr(config, "use_cache", False) and given.get("use_cache") is None
         if keeps and (module.training or self._bounds is not None or bounds_of(given) is not None):
             return args, {**kwargs, "use_cache": False}
