@@ -3,8 +3,9 @@
     python benchmarks/autotune.py --cpu --json FILE
     python benchmarks/autotune.py --model 1b --folder /tmp/tuning --deepspeed-path /folder/with/deepspeed --json FILE
 
-Tunes a Llama of random weights that a Trainer trains with HF's "auto" ZeRO-3 file (every bucket "auto"), at one global
-batch. Parts, chosen by ``--parts``; with ``--folder`` they can be run in several calls, also an interrupted search:
+Tunes a model of random weights (a Llama, or ``moe``, five layers of Qwen3-30B-A3B) that a Trainer trains with HF's
+"auto" ZeRO-3 file (every bucket "auto"), at one global batch; with ``--lora`` adapters on all linear layers of 16-bit
+weights. Parts, chosen by ``--parts``; with ``--folder`` they can be run in several calls, also an interrupted search:
 
 - ``own``: tokens/s of the file as it is, with ds_hf;
 - ``deepspeed``: the same command with real DeepSpeed, of ``--deepspeed-path`` or of the interpreter ``--deepspeed``;
@@ -41,23 +42,39 @@ import psutil
 
 PARTS = ("own", "deepspeed", "search", "tuned", "exhaustive", "deepspeed-autotuner")
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = {  # hidden, layers, heads, vocabulary, sequence
-    "tiny": (128, 4, 4, 2048, 64),
-    "1b": (2048, 24, 16, 32000, 2048),
-    "7b": (4096, 32, 32, 32000, 2048),
-}
+SHAPES: dict[str, dict[str, Any]] = {  # of its configuration; the sequences are as long as positions allow
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2048,
+             "intermediate_size": 320, "max_position_embeddings": 64},
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 32000,
+           "intermediate_size": 5632, "max_position_embeddings": 2048},
+    "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+           "intermediate_size": 11264, "max_position_embeddings": 2048},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "vocab_size": 128256, "intermediate_size": 14336, "max_position_embeddings": 4096},
+    "tiny-moe": {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "intermediate_size": 128,
+                 "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+                 "max_position_embeddings": 64},
+    "moe": {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "intermediate_size": 6144,
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096},
+}  # fmt: skip
+MICROS, ACCUMULATIONS = {"1b": 4, "7b": 1}, {"tiny": 8, "7b": 8}  # of the user's file, else 2 and 1
 SPACE = ("zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing")
 OUTSIDE = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 SCRIPT = """
+import json
 import time
 start = time.perf_counter()
 import torch
 from dataclasses import dataclass
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 @dataclass
 class Shape:
     shape: str = ""
+    lora: int = 0
 
 def say(text):
     if arguments.process_index == 0:
@@ -81,14 +98,17 @@ class Tokens(torch.utils.data.Dataset):
 
 own, arguments = HfArgumentParser((Shape, TrainingArguments)).parse_args_into_dataclasses()
 say("imported, processes connected")
-hidden, layers, heads, vocabulary, length = map(int, own.shape.split(","))
+config = AutoConfig.for_model(**{"model_type": "llama", "use_cache": False, **json.loads(own.shape)})
+length = config.max_position_embeddings
 torch.manual_seed(0)
 with arguments.device:
-    model = LlamaForCausalLM(LlamaConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=vocabulary,
-        intermediate_size=hidden * 11 // 4 // 64 * 64, max_position_embeddings=length, use_cache=False))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if own.lora else torch.float32)
+    if own.lora:
+        from peft import LoraConfig, get_peft_model
+        adapter = LoraConfig(r=own.lora, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
 say("model built")
-trainer = Trainer(model, arguments, train_dataset=Tokens(vocabulary, length), callbacks=[Timer()])
+trainer = Trainer(model, arguments, train_dataset=Tokens(config.vocab_size, length), callbacks=[Timer()])
 trainer.train()
 say("trained")
 import deepspeed
@@ -113,6 +133,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="the tiny model on two gloo processes")
     parser.add_argument("--model", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     parser.add_argument("--parts", help="with commas; default: own,search,tuned, and deepspeed where it is named")
     parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is in it")
     parser.add_argument("--processes", type=int, help="default: one a GPU, or two")
@@ -130,9 +151,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if args.cpu:
-        args.model, args.memory_limit = "tiny", args.memory_limit or "120MiB"
-    args.micro = args.micro or {"tiny": 2, "1b": 4, "7b": 1}[args.model]
-    args.accumulation = args.accumulation or {"tiny": 8, "1b": 1, "7b": 8}[args.model]
+        args.model, args.memory_limit = args.model if "tiny" in args.model else "tiny", args.memory_limit or "120MiB"
+    args.micro, args.accumulation = (
+        args.micro or MICROS.get(args.model, 2),
+        args.accumulation or ACCUMULATIONS.get(args.model, 1),
+    )
     args.tune = args.tune or ",".join(key for key in SPACE if not args.cpu or key != "ds_hf.compile")
     real = bool(args.deepspeed or args.deepspeed_path)
     default = ["own", *(["deepspeed"] if real else []), "search", "tuned", *(["exhaustive"] if args.exhaustive else [])]
@@ -163,7 +186,7 @@ class Benchmark:
         (folder / "ds_config.json").write_text(json.dumps(AUTO))
         self.noted = folder / "figures.json"
         self.figures: dict[str, Any] = json.loads(self.noted.read_text()) if self.noted.exists() else {}
-        here = {"model": args.model, "processes": self.processes, "torch": torch.__version__,
+        here = {"model": args.model, "lora": args.lora, "processes": self.processes, "torch": torch.__version__,
                 "device": torch.cuda.get_device_name() if gpus else "cpu", "micros": args.micros,
                 "global_batch": args.micro * args.accumulation * self.processes}  # fmt: skip
         if any(self.figures.get(key, value) != value for key, value in here.items()):
@@ -277,9 +300,10 @@ class Benchmark:
     def _words(self) -> list[str]:
         """The training command."""
         args, folder = self.args, self.folder
-        shape = ",".join(map(str, SHAPES[args.model]))
+        shape = json.dumps(SHAPES[args.model])
         common = ["--output_dir", str(folder / "out"), "--max_steps", "14", "--report_to", "none", "--save_strategy",
-                  "no", "--disable_tqdm", "True", "--logging_strategy", "no", "--shape", shape]  # fmt: skip
+                  "no", "--disable_tqdm", "True", "--logging_strategy", "no", "--shape", shape,
+                  "--lora", str(args.lora)]  # fmt: skip
         batch = [BATCH[0], str(args.micro), BATCH[1], str(args.accumulation)]
         precision = ["--use_cpu", "True"] if args.cpu else ["--bf16", "True"]  # transformers finds DeepSpeed's ranks so
         return [str(folder / "train.py"), *common, *batch, *precision, "--deepspeed", str(folder / "ds_config.json")]
@@ -368,7 +392,11 @@ class Benchmark:
             "in_launches": sum(each["seconds"] for each in trials["launched"]),
             "confirming": 0.0 if result.confirmed is None else result.confirmed.seconds,
             "stopped": result.why_stopped,
-            "in_engine": SHAPES[args.model][4] * self.processes * point.micro * point.accumulation / point.seconds,
+            "in_engine": SHAPES[args.model]["max_position_embeddings"]
+            * self.processes
+            * point.micro
+            * point.accumulation
+            / point.seconds,
             "setting": result.best[0].setting,
             "label": result.best[0].label.removesuffix(" (your file)"),
             "micro": point.micro,
