@@ -7,6 +7,7 @@ counts as two operations; a bias, and sums and products element by element, as o
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ds_hf.engine.comm.device import synchronize
 from ds_hf.engine.observe.flops_text import (
@@ -36,6 +32,7 @@ from ds_hf.engine.observe.flops_text import (
 )
 from ds_hf.engine.observe.flops_text import detailed as each_module
 from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.log import warn_once
 
 __all__ = [
     "FlopsProfiler",
@@ -221,40 +218,58 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
         aten.baddbmm: lambda *_: True,
         aten.convolution: lambda x, weight, bias=None, *_: bias is not None,
     }
-    found = {op: product(formula, biases.get(op)) for op, formula in (flop_registry | products()).items()}
+    found = {op: product(formula, biases.get(op)) for op, formula in products().items()}
     found |= {op: _raw(elements) for op in (aten.add, aten.sub, aten.mul, aten.div)}
     found[aten.mv] = product(lambda matrix, vector, **_: 2 * matrix.numel())
     found[aten.dot] = product(lambda one, other, **_: 2 * one.numel())
     # recurrent layers that one operator computes: one layer and direction of a CPU's, all of a GPU's
     found[aten.mkldnn_rnn_layer] = _raw(lambda x, *args, **_: recurrent(x, *args[: 4 if args[_HAS_BIASES] else 2]))
     found[aten._cudnn_rnn] = _raw(lambda x, weights, *_, **__: recurrent(x, *weights))
-    # the CPU's attention: torch's table has the GPU's alone
-    found[aten._scaled_dot_product_flash_attention_for_cpu] = product(
-        lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
-    )
-    found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = product(
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-            grad.shape, q.shape, k.shape, v.shape
-        )
-    )
     return found
 
 
 def products() -> dict[Any, Callable[..., int]]:
-    """Of operators that torch's table fails at: given the dtype of their result, it takes that for the shape.
+    """Operations of matrix products, convolutions and attention, by operator: torch's table, and what it lacks.
 
-    Liger's loss calls ``addmm`` so.
+    Given the dtype of their result, it takes that for the shape (Liger's loss calls ``addmm`` so). It has no attention of
+    CPUs, and up to torch 2.11 fails where several heads of queries share one of keys. An operator whose formula fails is
+    told of and counts as nothing: a count must not end a training.
     """
     aten = torch.ops.aten
 
     def of(one: Tensor, other: Tensor) -> int:
         return 2 * one.numel() * other.shape[-1]
 
-    return {
-        aten.addmm: _raw(lambda bias, one, other, *_, **__: of(one, other)),
-        aten.bmm: _raw(lambda one, other, *_, **__: of(one, other)),
-        aten.baddbmm: _raw(lambda bias, one, other, *_, **__: of(one, other)),
+    def scores(query: Tensor, key: Tensor) -> int:
+        return math.prod(query.shape[:-1]) * key.shape[-2]  # of all heads of queries, (batch, heads, length, width)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+        return 2 * scores(query, key) * (query.shape[-1] + value.shape[-1])
+
+    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+        # scores once more and the gradients of queries and keys; of values and scores
+        return 2 * scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+    kinds = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+    own = {
+        aten.addmm: lambda bias, one, other, *_, **__: of(one, other),
+        aten.bmm: lambda one, other, *_, **__: of(one, other),
+        aten.baddbmm: lambda bias, one, other, *_, **__: of(one, other),
+        **{getattr(aten, f"_scaled_dot_product_{kind}"): attention for kind in kinds},
+        **{getattr(aten, f"_scaled_dot_product_{kind}_backward"): backward for kind in kinds},
     }
+    return {op: _raw(_guarded(op, formula)) for op, formula in (flop_registry | own).items()}
+
+
+def _guarded(op: Any, formula: Callable[..., int]) -> Callable[..., int]:
+    def count(*args: Any, **kwargs: Any) -> int:
+        try:
+            return int(formula(*args, **kwargs))
+        except Exception as fault:
+            warn_once(f"operations of {op} are not counted: its formula says {fault or type(fault).__name__}", str(op))
+            return 0
+
+    return count
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:

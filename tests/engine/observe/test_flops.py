@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ds_hf.engine.observe.flops import FlopsProfiler
+from ds_hf.engine.observe import flops
+from ds_hf.engine.observe.flops import FlopsProfiler, products
 
 
 class Calls(nn.Module):
@@ -113,6 +115,36 @@ def test_attention_forward_and_backward() -> None:
     flops, macs = profile(attention, *shapes, grad=True)
     # backward: the scores again, and two products for each of the two in forward
     assert (flops, macs) == (2 * 7 * once, 7 * once)
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+def test_heads_of_queries_that_share_one_of_keys(kind: str) -> None:
+    """As GPUs compute Llama 3; the table of torch 2.11 raised there, and ended the trainings that were counted."""
+    aten = torch.ops.aten
+    forward = getattr(aten, f"_scaled_dot_product_{kind}_attention")
+    with FlopCounterMode(display=False, custom_mapping=products()) as counter:
+        query, key, value = (
+            torch.empty(2, heads, 16, width, device="meta") for heads, width in ((4, 8), (2, 8), (2, 8))
+        )
+        found = forward(query, key, value, *((None, True) if kind == "cudnn" else ()))
+        random = found[6], found[7]
+        lengths = (None, None, 16, 16, 0.0, False, *random)
+        grads = (torch.empty_like(query), query, key, value, *found[:2])
+        backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward")
+        backward(*grads, *((*random, None, *lengths[:-2]) if kind == "cudnn" else lengths))
+    once = 2 * 4 * 16 * 16 * 8
+    assert counter.get_total_flops() == 2 * (2 + 5) * once
+
+
+def test_a_formula_that_fails_is_told_and_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    told: list[str] = []
+    monkeypatch.setitem(flops.flop_registry, torch.ops.aten.mm, fails)
+    monkeypatch.setattr(flops, "warn_once", lambda text, about: told.append(text))
+    assert profile(torch.matmul, (4, 8), (8, 5)) == (0, 0)
+    assert told == ["operations of aten.mm are not counted: its formula says shapes are incompatible"]
 
 
 def test_a_module_that_is_used_twice_counts_twice_and_has_its_parameters_once() -> None:
