@@ -231,9 +231,9 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
 def products() -> dict[Any, Callable[..., int]]:
     """Operations of matrix products, convolutions and attention, by operator: torch's table, and what it lacks.
 
-    Given the dtype of their result, it takes that for the shape (Liger's loss calls ``addmm`` so). It has no attention of
-    CPUs, and up to torch 2.11 fails where several heads of queries share one of keys. An operator whose formula fails is
-    told of and counts as nothing: a count must not end a training.
+    Where a product is given the dtype of its result, torch takes that for the shape (Liger's loss calls ``addmm`` so).
+    It has no attention of CPUs, and up to torch 2.11 fails where several heads of queries share one of keys. An
+    operator whose formula fails is told of and counts as nothing: a count must not end a training.
     """
     aten = torch.ops.aten
 
