@@ -62,7 +62,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # of its configuration; the sequences are
 }  # fmt: skip
 MICROS, ACCUMULATIONS = {"1b": 4, "7b": 1}, {"tiny": 8, "7b": 8}  # of the user's file, else 2 and 1
 SPACE = ("zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing")
-OUTSIDE = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+OUTSIDE = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device",
+           "activation_checkpointing.cpu_checkpointing")  # fmt: skip
 SCRIPT = """
 import json
 import time
@@ -141,6 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, help="accumulation steps of the user's file")
     parser.add_argument("--micros", default="1:1024", help="interval for the micro-batch in searches")
     parser.add_argument("--tune", help=f"keys that are free, with commas, or all; default: {', '.join(SPACE)}")
+    parser.add_argument("--fix", default=",".join(OUTSIDE), help="keys that stay, with commas; default: what offloads")
     parser.add_argument("--budget", default="10m", help="of the search")
     parser.add_argument("--exhaustive-budget", default="100h")
     parser.add_argument("--autotuner-limit", default="10m", help="for DeepSpeed's autotuner")
@@ -379,7 +381,7 @@ class Benchmark:
         args = self.args
         limit = nbytes_of(args.memory_limit) if args.memory_limit else None
         low, _, high = args.micros.partition(":")
-        fix = () if args.tune == "all" else OUTSIDE
+        fix = () if args.tune == "all" else tuple(args.fix.split(","))
         options = Options(results_dir=self.folder / name, tune=tuple(args.tune.split(",")), fix=fix, memory_limit=limit,
                           processes=self.processes, low_micro=int(low), high_micro=int(high or low))  # fmt: skip
         start = time.monotonic()
