@@ -32,6 +32,7 @@ from ds_hf.engine.checkpoint.live import (
 from ds_hf.engine.checkpoint.weights import find_whole, values_of
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
+from ds_hf.engine.zero.packed import tell_quantized_elsewhere
 from ds_hf.log import logger
 
 __all__ = ["clone_tensors_for_torch_save", "consolidated_state_dict", "save_16bit_model", "whole_state_dict"]
@@ -132,6 +133,8 @@ def save_16bit_model(
     world = world_of(engine)
     with together(world, "writing whole weights"):
         path = folder_of(save_dir, "save_dir") / folder_of(save_filename, "save_filename")
+    if not exclude_frozen_parameters:
+        tell_quantized_elsewhere(engine.module)
     state = consolidated_state_dict(engine, exclude_frozen_parameters)
     with together(world, f"writing {path}"):
         if state is not None:

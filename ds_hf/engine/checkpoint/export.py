@@ -33,6 +33,7 @@ from ds_hf.engine.checkpoint.weights import find_whole, named_weights, values_of
 from ds_hf.engine.modules.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
+from ds_hf.engine.zero.packed import quantized_elsewhere
 from ds_hf.errors import CheckpointError
 
 __all__ = ["export_engine"]
@@ -61,6 +62,11 @@ def export_engine(
     if any(is_quantized(module) for module in engine.module.modules()):
         raise CheckpointError(
             f"writing {folder}: weights are kept in 8 or 4 bits; save_16bit_model() writes what they stand for"
+        )
+    if (name := quantized_elsewhere(engine.module)) is not None:
+        raise CheckpointError(
+            f"writing {folder}: {name} is in few bits of bitsandbytes or torchao, whose scales from_pretrained would "
+            "not find in these files: save the adapters (save_pretrained), or load the model in 16 bits"
         )
     world = world_of(engine)
     holders, stages = find_whole(engine, f"writing {folder}")

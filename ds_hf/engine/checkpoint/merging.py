@@ -7,6 +7,7 @@ weight, which takes the weight's place in the layer meanwhile: the model's memor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -85,19 +86,19 @@ class Merging:
 
     def _of(self, name: str) -> Iterator[tuple[Any, str]]:
         """The layers whose adapters are added to the parameter ``name``, and how their base calls it."""
-        *path, attribute = name.split(".")
+        path = name.split(".")
         for prefix, layer in self.layers.items():
-            own = path[: prefix.count(".")] == prefix.split(".")[:-1]
-            between = path[prefix.count(".") :]  # other adapters' layers may lie around the same base
-            if own and between and set(between) == {"base_layer"} and _merges(layer, attribute):
-                yield layer, attribute
+            own, rest = path[: prefix.count(".")] == prefix.split(".")[:-1], path[prefix.count(".") :]
+            inside = list(dropwhile("base_layer".__eq__, rest))  # others' layers may lie around the same base
+            if own and 0 < len(inside) < len(rest) and _merges(layer, inside[0]):
+                yield layer, ".".join(inside)  # a path where torchao's weight is several tensors
 
 
 def _with_adapters(layer: Any, attribute: str, value: Tensor, name: str) -> Tensor:
     """PEFT's ``merge`` of ``layer`` with ``value`` in the place of a parameter of its base."""
     base = layer.get_base_layer()
     before = dict(base._parameters)
-    readable = value.is_floating_point() and value.element_size() > 1
+    readable = attribute in before and value.is_floating_point() and value.element_size() > 1
     if not readable or value.shape != logical_shape(before[attribute]):
         raise CheckpointError(
             f"merged weights: {name} is in few bits, to which no adapter can be added here: ask for the weights "

@@ -31,6 +31,7 @@ from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import home_of, logical_shape, own_dtype, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
+from ds_hf.engine.zero.packed import tell_quantized_elsewhere
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Remote", "Stages", "find_whole", "named_weights", "values_of"]
@@ -172,6 +173,7 @@ def named_weights(
     for alias, name in {**aliases(engine, now), **module_buffers(engine.module)[1]}.items():
         further.setdefault(name, []).append(alias)
 
+    tell_quantized_elsewhere(engine.module)
     readable = values_of_blocks(engine.module)
     merging = Merging(engine.module) if merged else None
 

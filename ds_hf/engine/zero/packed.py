@@ -24,7 +24,16 @@ from ds_hf.engine.zero.storage import ShardStorage
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
-__all__ = ["PackedBuffer", "check_packed", "is_packed", "move_packed", "packed_parts", "shards_packed"]
+__all__ = [
+    "PackedBuffer",
+    "check_packed",
+    "is_packed",
+    "move_packed",
+    "packed_parts",
+    "quantized_elsewhere",
+    "shards_packed",
+    "tell_quantized_elsewhere",
+]
 
 
 def is_packed(param: Tensor) -> bool:
@@ -40,6 +49,21 @@ def _is_plain(param: Tensor) -> bool:
 def _is_wrapped(param: Tensor) -> bool:
     """A tensor of a class of its own, and not a class of parameters over a plain tensor."""
     return not is_ordinary(param) and type(param.data) is not Tensor
+
+
+def quantized_elsewhere(model: nn.Module) -> str | None:
+    """The first parameter that a library keeps in few bits, which alone knows how to write it: bitsandbytes has its
+    scales beside the parameter, torchao several tensors in one."""
+    return next((n for n, p in model.named_parameters() if type(p) is not nn.Parameter and is_packed(p)), None)
+
+
+def tell_quantized_elsewhere(model: nn.Module) -> None:
+    """Where values are handed out by name: those of few bits are not all that a reader needs."""
+    if (name := quantized_elsewhere(model)) is not None:
+        warn_once(
+            f"{name} and weights like it are handed out as they lie, in few bits; of bitsandbytes' the scales are not "
+            "among what is named: load the base of the run again, with the adapters on it"
+        )
 
 
 def packed_parts(param: Tensor) -> Iterator[tuple[str, Tensor]]:

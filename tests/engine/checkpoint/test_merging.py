@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from ds_hf.engine.checkpoint.merging import Merging
 from ds_hf.errors import CheckpointError
 from tests.engine.modules.generation.common import engine_of, llama, train
+from tests.engine.zero.test_packed import wrapped
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 
@@ -168,6 +169,35 @@ def test_what_is_of_more_than_one_weight_is_refused_and_the_model_stays() -> Non
     ((weights, norms),) = run_distributed(of_more_than_one_weight, 1)
     assert "depends on the layer's other weights" in weights
     assert "puts another module in its place" in norms
+
+
+def of_a_base_in_few_bits(stage: int, folder: Path) -> list[str]:
+    """What is said where a library quantized the base: torchao's weights are several tensors, and each has a name."""
+    model = adapted("dora")
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.base_layer.weight = wrapped(module.base_layer.weight.detach())
+    engine = engine_of(model, stage)
+    names = [name for name, _ in engine.named_weights()]
+    assert sum(name.endswith("v_proj.base_layer.weight.values") for name in names) == len(model.model.model.layers)
+    said = []
+    for write in (
+        lambda: list(engine.named_weights(merged=True)),
+        lambda: engine.export_pretrained(folder, merged=True),
+        lambda: engine.export_pretrained(folder),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            write()
+        said.append(str(error.value))
+    assert not folder.exists()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_base_that_a_library_quantized_is_refused(stage: int, tmp_path: Path) -> None:
+    ((merged, *exported),) = run_distributed(of_a_base_in_few_bits, 1, stage, tmp_path / "out")
+    assert "base_layer.weight.values is in few bits, to which no adapter can be added" in merged
+    assert all("is in few bits of bitsandbytes or torchao" in each for each in exported)
 
 
 def tied(folder: Path) -> None:
