@@ -36,7 +36,7 @@ from ds_hf.regular_files import check_regular, read_regular
 
 __all__ = ["Manifest", "open_own", "read_manifest", "sealed"]
 
-_OF_WEIGHTS = ("model_config", "blocks")  # entries that hold of the weights wherever these lie
+_OF_WEIGHTS = ("model_config", "blocks", "scalings")  # entries that hold of the weights wherever these lie
 _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
 
 

@@ -14,6 +14,7 @@ from ds_hf.checkpoint.format import FORMAT, VERSION
 from ds_hf.config.types.root import AXES
 from ds_hf.engine.checkpoint.live import (
     Checkpointable,
+    adapter_scalings,
     flat_buffers,
     loose_parameters,
     names_of,
@@ -46,6 +47,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
         "parameters": [*order, *loose_parameters(engine)],
         **({"model_config": config} if (config := _config_of(engine.module)) else {}),
         **({"blocks": blocks} if (blocks := formats_by_name(engine)) else {}),
+        **({"scalings": scalings} if (scalings := adapter_scalings(engine.module)) else {}),
     }
 
 

@@ -9,6 +9,7 @@ is saved is the one where it began.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ from ds_hf.log import logger, warn_once
 __all__ = [
     "Checkpointable",
     "adapter_names",
+    "adapter_scalings",
     "aliases",
     "check_names",
     "cut_in",
@@ -48,6 +50,7 @@ __all__ = [
     "random_states",
     "restore_data_position",
     "restore_random_states",
+    "tell_adapters",
     "world_of",
 ]
 
@@ -135,6 +138,35 @@ def adapter_names(module: nn.Module) -> frozenset[str]:
     parameters' names."""
     configs = getattr(module, "peft_config", None)
     return frozenset(configs) if isinstance(configs, dict) else frozenset()
+
+
+def adapter_scalings(module: nn.Module) -> dict[str, float]:
+    """What PEFT's layers multiply their adapters with, by layer and adapter: no weight of a checkpoint has it in it."""
+    return {
+        f"{name}.{adapter}": float(scaling)
+        for name, layer in module.named_modules()
+        if hasattr(layer, "merged_adapters") and isinstance(known := getattr(layer, "scaling", None), dict)
+        for adapter, scaling in known.items()
+        if isinstance(scaling, int | float)
+    }
+
+
+def tell_adapters(engine: Checkpointable, scalings: Mapping[str, float]) -> None:
+    """Say where adapters that are loaded are not what they were: ``scalings`` are those of the checkpoint."""
+    own = adapter_scalings(engine.module)
+    other = [name for name, scaling in scalings.items() if not math.isclose(own.get(name, scaling), scaling)]
+    if other:
+        logger.warning(
+            "the adapter %s and %d others were trained with a scaling of %g and have one of %g here, so what is loaded "
+            "is another model: give lora_alpha, r and use_rslora as they were", other[0], len(other) - 1,
+            scalings[other[0]], own[other[0]],
+        )  # fmt: skip
+    merged = [name for name, module in engine.module.named_modules() if getattr(module, "merged_adapters", None)]
+    if merged:
+        logger.warning(
+            "adapters are merged into the weights of %s and %d other layers, which go on as if they were in what is "
+            "loaded now: call unmerge_adapter() before load_checkpoint()", merged[0], len(merged) - 1,
+        )  # fmt: skip
 
 
 def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:

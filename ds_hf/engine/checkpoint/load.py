@@ -39,6 +39,7 @@ from ds_hf.engine.checkpoint.live import (
     names_of,
     restore_data_position,
     restore_random_states,
+    tell_adapters,
     world_of,
 )
 from ds_hf.engine.checkpoint.restore import (
@@ -232,6 +233,8 @@ def _open(
         common[key] = restore(common.get(key), key)
     common["features"] = restore(common.get("features", {}), "features")
     fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
+    if holders.rank == 0:
+        tell_adapters(engine, manifest.extra.get("scalings", {}))
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
         check_states(engine, source, fit)

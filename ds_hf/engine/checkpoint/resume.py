@@ -75,6 +75,7 @@ def check_extra(manifest: Manifest) -> None:
     """Raise ``CheckpointError`` unless the parts of the manifest that are not about tensors have their types."""
     extra, path = manifest.extra, manifest.folder / MANIFEST
     _require(path, "counters", extra.get("counters", {}), lambda v: _is_dict_of(v, _is_count))
+    _require(path, "scalings", extra.get("scalings", {}), lambda v: _is_dict_of(v, lambda each: type(each) is float))
     _require(path, "optimizer", extra.get("optimizer"), lambda v: v is None or isinstance(v, dict))
     _require(
         path, "groups", extra.get("groups"), lambda v: v is None or (isinstance(v, list) and all(map(_is_names, v)))

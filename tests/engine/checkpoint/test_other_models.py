@@ -5,6 +5,7 @@ What does not fit is an error that says what to do, before anything is changed.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ds_hf.config import load_config
@@ -267,3 +269,33 @@ def test_a_parameter_that_was_frozen_trains_now(tmp_path: Path) -> None:
     assert torch.equal(before, base)
     assert not torch.equal(after, base)
     assert moment.abs().max() > 0
+
+
+def _lora(alpha: float = 6.0, merged: bool = False) -> Any:
+    torch.manual_seed(4)
+    model: Any = get_peft_model(Model(tied=False), LoraConfig(r=3, lora_alpha=alpha, target_modules=["linear"]))  # type: ignore[arg-type]
+    if merged:
+        model.merge_adapter()
+    return model
+
+
+def test_adapters_of_another_scaling_or_merged_ones_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ds_hf"), "propagate", True)
+    with engine_of(config(1), _lora()) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+    said = []
+    for model in (_lora(), _lora(alpha=48.0), _lora(merged=True)):
+        caplog.clear()
+        with engine_of(config(1), model) as engine:
+            engine.load_checkpoint(tmp_path)
+        said.append([text for text in caplog.messages if "adapter" in text])
+    alike, scaled, merged = said
+    assert alike == []
+    assert len(scaled) == len(merged) == 1
+    assert "blocks.0.linear.default and 1 others were trained with a scaling of 2 and have one of 16 here" in scaled[0]
+    assert "merged into the weights of base_model.model.blocks.0.linear and 1 other layers" in merged[0]
+    manifest = json.loads((tmp_path / "global_step2" / "manifest.json").read_text())
+    assert set(manifest["scalings"].values()) == {2.0}
