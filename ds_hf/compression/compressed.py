@@ -64,8 +64,8 @@ class QuantAct(nn.Module):
         self.act_range_momentum = act_range_momentum
         self.quant_mode, self.by_steps = quant_mode, by_steps
         self.act_function: Any = _QUANTIZERS[quant_mode]
-        self.register_buffer("x_min_max", torch.zeros(2))
-        self.register_buffer("seen", torch.full((2,), -math.inf), persistent=False)
+        self.register_buffer("x_min_max", torch.zeros(2, dtype=torch.float32))
+        self.register_buffer("seen", torch.full((2,), -math.inf, dtype=torch.float32), persistent=False)
 
     def observe(self, x: Tensor) -> None:
         """Take the range of ``x`` (any shape) into account."""
@@ -97,7 +97,7 @@ def _draw(like: Tensor, layer: Compressed) -> Tensor:
     """Noise in [0, 1) that follows from a layer's name and the step: the same on all processes, and when a block is
     computed again. Compilers see neither, as graphs are shared by layers and steps."""
     generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{layer.full_name} {layer.step}".encode()))
-    return torch.rand(like.shape, generator=generator, device=like.device)
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class Compressed(nn.Module):
         """Scores that train, from the same draw on all processes."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.full_name} {name}".encode()))
         bound = 1 / math.sqrt(max(math.prod(shape[1:]), 1))
-        values = torch.rand(shape, generator=generator) * (2 * bound) - bound
+        values = torch.rand(shape, generator=generator, dtype=torch.float32) * (2 * bound) - bound
         scores: Any = nn.Parameter(values.to(self.weight.device))
         scores.use_muon = False  # they are no matrix, whatever their shape
         self.register_parameter(name, scores)

@@ -13,7 +13,7 @@ from ds_hf import Engine, initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError, LossScaleError
 from tests.helpers.distributed import run_distributed
-from tests.helpers.parity import base_config
+from tests.helpers.parity import base_config, full_weights
 
 STAGES = (0, 1, 2, 3)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -231,3 +231,35 @@ def unscaled_backward() -> None:
 
 def test_fp16_refuses_raw_backwards() -> None:
     run_distributed(unscaled_backward, 2, timeout=60)
+
+
+def stepped(optimizer: str, stage: int, default: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).float()
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        config = base_config(stage) | {"optimizer": {"type": optimizer, "params": {"lr": 1e-2}}}
+        engine = initialize(model=model, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(x).pow(2).mean())
+            engine.step()
+        weights = full_weights(engine.module)
+        engine.destroy()
+    finally:
+        torch.set_default_dtype(before)
+    return weights
+
+
+def with_another_default_dtype() -> None:
+    for optimizer, stage in (("AdamW", 0), ("AdamW", 2), ("Lamb", 0), ("AdamW", 3)):
+        wanted = stepped(optimizer, stage, torch.float32)
+        for default in (torch.bfloat16, torch.float64):
+            found = stepped(optimizer, stage, default)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items()), (optimizer, stage, default)
+
+
+def test_the_default_dtype_of_a_script_changes_no_number() -> None:
+    """``torch.set_default_dtype(torch.bfloat16)``: what the engine makes for itself is fp32 all the same."""
+    run_distributed(with_another_default_dtype, 2, timeout=60)

@@ -243,7 +243,7 @@ def lamb_moments_(
     eps_inside_sqrt: bool,
     weight_decay: float,
 ) -> Tensor:
-    norms = torch.zeros(len(params), 2)
+    norms = torch.zeros(len(params), 2, dtype=torch.float32)
     lists = lists_of(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None)
     numbers = _Lamb(0, beta1, beta2, eps, weight_decay, 0, 0, eps_inside_sqrt, False)
     _call("lamb_moments", lists, numbers, norms)
@@ -296,13 +296,13 @@ def lamb_(
 ) -> None:
     coefficients = (min_coeff, max_coeff)
     numbers = _Lamb(float(lr), beta1, beta2, eps, weight_decay, *coefficients, eps_inside_sqrt, bias_correction)
-    norms = torch.zeros(len(params), 2)
+    norms = torch.zeros(len(params), 2, dtype=torch.float32)
     _call("lamb_moments", lists_of(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None), numbers, norms)
     _call("lamb_apply", lists_of(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None), numbers, norms)
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    result = torch.zeros(())
+    result = torch.zeros((), dtype=torch.float32)
     lists = lists_of((), tensors, (), (), (), (), None, None)
     _check("squared_norm", loaded().ds_hf_cpu_squared_norm(byref(lists), result.data_ptr()))
     return result

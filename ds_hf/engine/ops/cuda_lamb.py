@@ -54,7 +54,7 @@ def lamb_moments_(
 ) -> Tensor:
     """``reference.lamb_moments_``; the same bits each time on one kind of GPU."""
     if not params:
-        return torch.zeros(0, 2)
+        return torch.zeros(0, 2, dtype=torch.float32)
     flags = EPS_INSIDE * eps_inside_sqrt
     call = call_of(0.0, (beta1, beta2, eps, weight_decay), scale_and_skip, flags=flags)
     places = (params, grads, (), exp_avgs, exp_avg_sqs)

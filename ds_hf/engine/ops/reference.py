@@ -207,7 +207,7 @@ def lamb_moments_(
         norms.append(torch.stack([p.square().sum(), update.square().sum()]))
         _write(scale_and_skip, None, index, [(exp_avg, m), (exp_avg_sq, v)], [])
     if not norms:
-        return torch.zeros(0, 2)
+        return torch.zeros(0, 2, dtype=torch.float32)
     return torch.stack(norms).float()
 
 
@@ -305,7 +305,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     A square too large for fp32 is inf as well.
     """
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return torch.stack([_wide(tensor).square().sum() for tensor in tensors]).sum().float()
 
 

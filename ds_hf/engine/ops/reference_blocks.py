@@ -86,7 +86,7 @@ def from_blocks_(
     numbers = unpacked_numbers(blocks[:, : -(-numel * bits // 8)], bits)[:, :numel].float()
     scales = blocks[:, blocks.shape[1] - 4 * count :].clone().view(torch.float32).repeat_interleave(block, -1)
     parts = (numbers * scales[:, :numel]).view(rows, -1, numel)
-    total = torch.zeros(rows, numel, device=out.device)
+    total = torch.zeros(rows, numel, dtype=torch.float32, device=out.device)
     for part in parts.unbind(1):
         total = total + part
     total = total * factor

@@ -57,7 +57,7 @@ class Outcome:
         self.scale = 1.0
         self.checked = False
         self._event: torch.cuda.Event | None = None
-        self._norm = torch.zeros(())
+        self._norm = torch.zeros((), dtype=torch.float32)
         self._pinned: Tensor | None = None  # allocated once: that may wait for the device, holding the interpreter
 
     def take(self, norm: Tensor, scale: float, checked: bool) -> None:
@@ -219,10 +219,11 @@ def global_scale_and_skip(
     squares = [shared(ops.squared_norm(tensors).to(device), count) for (count, _, _), tensors in kinds.items()]
     for place in dict.fromkeys(square.device for square in known):
         squares.append(torch.stack([square for square in known if square.device == place]).sum().to(device))
+    nothing = torch.zeros((), device=device, dtype=torch.float32)  # whatever torch's default dtype is
     if not alone:
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        total = torch.stack(squares).sum() if squares else nothing
         squares = [collectives.all_reduce_sum(total, world, "the gradient norm")]
-    return ops.clip_control(squares or [torch.zeros((), device=device)], **clip)
+    return ops.clip_control(squares or [nothing], **clip)
 
 
 # -- norms that are not finite -----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _full(home: ParamHome, states: _States, owned: Tensor | None, dtype: torch.d
     must have the ``dtype`` of the others."""
     buffer, slot = home.buffer, home.slot
     if not states.whole and buffer.axis.world_size > 1:
-        present = torch.tensor(float(owned is not None), device=buffer.device)
+        present = torch.tensor(float(owned is not None), dtype=torch.float32, device=buffer.device)
         if collectives.all_reduce_max(present, buffer.axis, "the presence of a state") and owned is None:
             owned = torch.zeros(buffer.layout.shard_numel, dtype=dtype, device=buffer.device)
     if owned is None:

@@ -169,7 +169,7 @@ def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]], is_kept: Ca
     home = home_of(seen[0][0])
     assert home is not None
     axis = home.buffer.replicas.axis
-    told = torch.tensor(float(bool(changed)), device=home.buffer.device)
+    told = torch.tensor(float(bool(changed)), dtype=torch.float32, device=home.buffer.device)
     if all_reduce_max(told, axis, "whether parameters were changed").item():
         shapes = ", ".join(str(tuple(param.shape)) for param in changed[:3])
         here = f"here {len(changed)} (of shape {shapes})" if changed else "on another rank"

@@ -41,7 +41,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
-from ds_hf.engine.zero.unit import Prefetch, Unit, UnitCall, in_backward, on_gradient, tensors_in
+from ds_hf.engine.zero.unit import Prefetch, Unit, UnitCall, beside_levels, in_backward, on_gradient, tensors_in
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
 
@@ -405,6 +405,12 @@ class UnitHooks:
         self._flush_queued = False
         self._own_backward.close()
         self._note()
+        if self.reducer.backwards:
+            warn_once(
+                "a backward ended in an exception: the gradients that came before it in this step are dropped with its "
+                "own, which are added to them already, and a step of the micro-batches that follow is divided by as "
+                "many as ever. A script that leaves a batch out and goes on loses the others of that step (said once)"
+            )
         self.reducer.abandon()
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
@@ -507,6 +513,8 @@ class UnitHooks:
             self._close(output)
         if torch.is_grad_enabled() and (unit.sharded or unit.name == ""):
             call = self._calls.pop(unit, None)
+            if call is not None and not recomputing and beside_levels():
+                self._hold_for_graph(unit)
             watched = [
                 t for t in tensors_in(output) if t.requires_grad and not (call is not None and call.has_input(t))
             ]

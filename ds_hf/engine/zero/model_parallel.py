@@ -140,10 +140,15 @@ def _on_other_stages(model: nn.Module, mesh: Mesh, far: Sequence[str]) -> bool:
 
 def _far_apart(model: nn.Module, mesh: Mesh, names: Sequence[str]) -> list[str]:
     """Those of ``names`` that differ by more than rounding. Collective over the stage."""
-    apart = torch.zeros(len(names), 2, device=next(model.parameters()).device)  # how far, and how large they are
+    apart = torch.zeros(
+        len(names), 2, dtype=torch.float32, device=next(model.parameters()).device
+    )  # how far, and how large they are
     for row, name in zip(apart, names, strict=True):
         here = torch.cat(
-            [torch.zeros(1, device=row.device), *(p.float().to(row.device) for p in _pieces(model.get_parameter(name)))]
+            [
+                torch.zeros(1, dtype=torch.float32, device=row.device),
+                *(p.float().to(row.device) for p in _pieces(model.get_parameter(name))),
+            ]
         )
         extremes = collectives.all_reduce_max(torch.stack([here, -here]), mesh.axis("tensor"), "parameters that differ")
         row.copy_(torch.stack([extremes.sum(0).max(), extremes.abs().max()]))

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ds_hf.engine.zero.buffer import FlatBuffer
 
-__all__ = ["Prefetch", "Unit", "UnitCall", "in_backward", "on_gradient", "tensors_in"]
+__all__ = ["Prefetch", "Unit", "UnitCall", "beside_levels", "in_backward", "on_gradient", "tensors_in"]
 
 _PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
 _NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
@@ -152,6 +153,12 @@ class Prefetch:
 def in_backward() -> bool:
     """Whether autograd is running backward in this thread: recomputation under checkpointing is forward inside it."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def beside_levels() -> bool:
+    """Whether a transform of ``torch.func`` or a derivative in forward mode is open: then what a module computes has
+    graphs that no hook on its output sees, those of what ``vmap`` wraps and those of tangents."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:

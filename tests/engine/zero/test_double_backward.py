@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from ds_hf import initialize
@@ -75,12 +76,34 @@ def hessian(model: Any, x: Tensor) -> Tensor:
     return torch.stack(squares).sum() * 1e-2
 
 
+def mean_flow(model: Any, x: Tensor) -> Tensor:
+    """The whole engine is called inside jvp, and its derivative is a target."""
+    value, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    loss: Tensor = (value - 1 - slope.detach()) ** 2 * 0.1 + slope * 0.1
+    return loss
+
+
+def tangent(model: Any, x: Tensor) -> Tensor:
+    """Derivatives of torch's own forward mode, whose graph does not go through the output."""
+    with forward_ad.dual_level():
+        slope: Tensor = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        return slope * 0.3
+
+
+def rows(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = torch.func.vmap(model)(x[:, None]).mean()
+    return loss
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
     "forces": (Forces, from_forward),
     "checkpointed forces": (lambda: Forces(checkpointed=True), from_forward),
     "functional forces": (FunctionalForces, from_forward),
     "penalty": (Energy, penalty),
     "hessian": (Energy, hessian),
+    "mean flow": (Energy, mean_flow),
+    "tangent": (Energy, tangent),
+    "rows": (Energy, rows),
 }
 
 
@@ -132,7 +155,10 @@ def all_of(names: list[str]) -> dict[str, tuple[float, float, int]]:
     return found
 
 
-@pytest.mark.parametrize("names", [["forces", "checkpointed forces", "functional forces"], ["penalty", "hessian"]])
+@pytest.mark.parametrize(
+    "names",
+    [["forces", "checkpointed forces", "functional forces"], ["penalty", "hessian"], ["mean flow", "tangent", "rows"]],
+)
 def test_double_backward_through_sharded_blocks(names: list[str]) -> None:
     for found in run_distributed(all_of, 2, names, timeout=60):
         for name, (loss, weights, held) in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError, LossError
+from ds_hf.log import logger
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, sgd, train_both
@@ -414,3 +416,33 @@ def test_a_unit_that_is_called_again_is_reduced_after_its_last_call() -> None:
     assert buffer.asked == ["collect"]
     reducer.end_call(unit)
     assert buffer.asked == ["collect", "collect", "reduce"]
+
+
+def left_out(stage: int) -> list[str]:
+    """A micro-batch ends in an exception, and the script goes on: each of the step's others is told to be lost."""
+    torch.manual_seed(0)
+    engine = initialize(model=nn.Linear(WIDTH, 1), config=base_config(stage) | {"gradient_accumulation_steps": 2})[0]
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    found = []
+    for fails in (True, False, True):  # the first has no others before it
+        if fails:
+            outputs = engine(torch.ones(1, WIDTH, device=engine.device))
+            outputs.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(outputs.mean())
+        else:
+            engine.backward(engine(torch.ones(1, WIDTH, device=engine.device)).mean())
+        found.append("; ".join(text for text in texts if "a backward ended in an exception" in text))
+    logger.removeHandler(handler)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_go_with_a_backward_that_failed_are_told(stage: int) -> None:
+    ((first, before, told),) = run_distributed(left_out, 1, stage, timeout=60)
+    assert first == before == ""
+    assert "are dropped" in told

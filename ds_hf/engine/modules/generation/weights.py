@@ -105,7 +105,7 @@ class WholeWeights:
         """Whether the weights fit beside what is there, on every rank. Collective."""
         needed = sum(buffer.missing_nbytes for buffer in self.sharded)
         free = free_nbytes(self._device)
-        lacking = torch.tensor(float(needed + more_nbytes > free), device=self._device)
+        lacking = torch.tensor(float(needed + more_nbytes > free), dtype=torch.float32, device=self._device)
         if not bool(all_reduce_max(lacking, self._world, "whether the whole weights fit").item()):
             return True
         log_once(

@@ -82,8 +82,8 @@ class OneBitExchange:
             part = self._part(numel)
             kept = self._kept[key] = Kept(
                 numel,
-                torch.zeros(self.ranks, part, device=device),
-                torch.zeros(1, part, device=device),
+                torch.zeros(self.ranks, part, dtype=torch.float32, device=device),
+                torch.zeros(1, part, dtype=torch.float32, device=device),
                 FORM.empty(self.ranks, part, device),
                 FORM.empty(self.ranks, part, device),
                 CommStream(under_way_nbytes=math.inf),  # what is on its way has memory of its own
@@ -142,7 +142,7 @@ class OneBitExchange:
     def _memory(self, name: str, numel: int, device: torch.device) -> Tensor:
         memory = self._scratch.get((name, device))
         if memory is None or memory.numel() < numel:
-            memory = self._scratch[name, device] = torch.empty(numel, device=device)
+            memory = self._scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
         return memory[:numel]
 
     def _part(self, n: int) -> int:

@@ -196,7 +196,7 @@ class ZenFlowStore(HostStore):
         for gradient, waiting in self._put_off.items():
             if waiting.steps:
                 segments = [(s, waiting.steps_of.get(s.start, 0)) for s in self._segments[gradient]]
-                mean = torch.tensor([1 / waiting.steps, 0.0])
+                mean = torch.tensor([1 / waiting.steps, 0.0], dtype=torch.float32)
                 waiting.job.replace(waiting.total, mean, [(segment, steps > 0) for segment, steps in segments])
                 fewer = [(s.start, s.end, waiting.steps / n) for s, n in segments if 0 < n < waiting.steps]
                 out = self.outputs.begin(gradient, self._master(gradient))

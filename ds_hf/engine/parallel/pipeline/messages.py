@@ -325,7 +325,7 @@ class Links:
         chunks, for ever.
         """
         met: set[tuple[int, int]] = set()
-        number = torch.zeros(1, device=device)
+        number = torch.zeros(1, dtype=torch.float32, device=device)
 
         def meet(link: Link | Turn | None, call: Any) -> None:
             if isinstance(link, Link) and (key := (link.peer, id(link.group))) not in met:

@@ -164,6 +164,7 @@ class Replay:
     def clean_up(self) -> None:
         """Forget a step that failed in the middle."""
         engine = self.engine
+        engine.reducer.clear()
         engine.hooks.abandon()
         engine.hooks.reset()
         gc.collect()
