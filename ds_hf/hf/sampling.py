@@ -4,6 +4,8 @@ layers."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.hf.loss import Args, Kwargs, Wrapped
 from ds_hf.log import warn_once
 
-__all__ = ["check_batches", "draw_alike", "sample_by_metrics"]
+__all__ = ["check_batches", "draw_alike", "sample_by_metrics", "tell_of_unequal_loaders"]
 
 
 def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -107,6 +109,29 @@ def check_batches(trainer: Any, loader: Any) -> None:
         from ds_hf.hf.token_batches import check_trainer
 
         check_trainer(trainer, loader)
+
+
+def tell_of_unequal_loaders(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Hook of ``Trainer._get_dataloader``: with accelerate's ``even_batches=False`` some processes have a batch less
+    than others, which wait for them, in training and in the Trainer's evaluation; without DeepSpeed too, silently."""
+    loader = wrapped(*args, **kwargs)
+    dealt: Any = getattr(loader, "batch_sampler", None)
+    if _file(trainer) is None or type(dealt).__name__ != "BatchSamplerShard" or dealt.even_batches:
+        return loader
+    lengths = []
+    with suppress(TypeError, NotImplementedError):  # a sampler of the script's without a length
+        for process in range(dealt.num_processes):
+            each = copy(dealt)
+            each.process_index = process
+            lengths.append(len(each))
+    if len(set(lengths)) > 1:  # the last processes have fewer
+        warn_once(
+            f"even_batches=False: the first process has {lengths[0]} batch(es), the last {lengths[-1]}, and each step "
+            "and each gathering of an evaluation waits for all processes. This run will stand still where the shorter "
+            "one ends, until ds_hf.hang_timeout tells where. Leave even_batches out of accelerator_config, or set "
+            "dataloader_drop_last"
+        )
+    return loader
 
 
 def _sharing_layers(trainer: Any) -> int:

@@ -13,7 +13,7 @@
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
 - a report that the engine records (``ds_hf.report``) is in the logs, and ends training with a paragraph.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
-- samples that metrics choose, and batches of a budget of tokens: see ``hf.sampling``.
+- samples that metrics choose, batches of a budget of tokens, and loaders of unequal lengths: see ``hf.sampling``.
 - what becomes of the model's loss: see ``hf.loss``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -32,7 +32,7 @@ from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.hf.resuming import check_resumed, compare_with_engine, keep_random_states, pass_over_unfinished, unfinished
-from ds_hf.hf.sampling import check_batches, draw_alike, sample_by_metrics
+from ds_hf.hf.sampling import check_batches, draw_alike, sample_by_metrics, tell_of_unequal_loaders
 from ds_hf.hf.token_batches import follow_schedule
 from ds_hf.log import warn_once
 from ds_hf.measure.saving import being_measured
@@ -57,6 +57,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "_save_checkpoint": _prune_later,
         "_push_from_checkpoint": _push_when_written,
         "_get_train_sampler": sample_by_metrics,
+        "_get_dataloader": tell_of_unequal_loaders,
         "create_scheduler": follow_schedule,
         "log": _log_skipped_steps,
         "save_model": _save_without_engine,

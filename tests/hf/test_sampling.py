@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import wrapt
 from accelerate import Accelerator, DeepSpeedPlugin
-from torch.utils.data import DataLoader
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import Trainer
 
 from ds_hf.data.sampler import DeepSpeedDataSampler
 from ds_hf.errors import ConfigError
+from ds_hf.hf.sampling import tell_of_unequal_loaders
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import assert_equal_histories, config, fit, histories, start_afresh
 from tests.helpers.logs import Lines
@@ -143,3 +148,21 @@ def test_processes_that_share_layers_take_the_same_batches(tmp_path: Path, data:
     plain = run_user_code(alone, str(tmp_path), world_size=data)[0]
     for found in run_user_code(divided, str(tmp_path), stages, world_size=2 * data):
         assert_equal_histories((plain, found))
+
+
+def test_loaders_of_unequal_lengths_are_told() -> None:
+    """13 samples in batches of two: four for the first of two processes, and three for the second."""
+    lines, file = Lines(logging.WARNING), SimpleNamespace(hf_ds_config=SimpleNamespace(config={}))
+    trainer = SimpleNamespace(args=SimpleNamespace(deepspeed_plugin=file), is_deepspeed_enabled=True)
+    logging.getLogger("ds_hf").addHandler(lines)
+    try:
+        for samples, even in ((13, True), (12, False), (13, False)):
+            dealt = BatchSamplerShard(BatchSampler(range(samples), 2, False), 2, 1, even_batches=even)
+            loader: Any = SimpleNamespace(batch_sampler=dealt)
+            assert tell_of_unequal_loaders(lambda given: given, trainer, (loader,), {}) is loader
+            assert [("first process has 4 batch(es), the last 3," in text) for text in lines.texts] == (
+                [True] if (samples, even) == (13, False) else []
+            )
+    finally:
+        logging.getLogger("ds_hf").removeHandler(lines)
+    assert isinstance(Trainer._get_dataloader, wrapt.FunctionWrapper | wrapt.BoundFunctionWrapper)
