@@ -46,6 +46,7 @@ HOOKS = {
     "peft.tuners.lora.corda": ("ds_hf.hf.adapters", "wrap_corda"),
     "peft.tuners.lora.eva": ("ds_hf.hf.adapters", "wrap_eva"),
     "peft.utils.save_and_load": ("ds_hf.hf.adapters", "wrap_loading"),
+    "trl.trainer.utils": ("ds_hf.hf.hashing", "wrap_hash"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
     "transformers.integrations.deepspeed": ("ds_hf.hf.integration", "wrap_integration"),
     "transformers.generation.utils": ("ds_hf.hf.generation", "wrap_generation"),
