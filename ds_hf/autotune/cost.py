@@ -28,7 +28,7 @@ from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
 
 if TYPE_CHECKING:  # they import torch, which a page of a report needs not
-    from ds_hf.autotune.footprint import Footprint
+    from ds_hf.autotune.footprint import Footprint, RefusedError
     from ds_hf.memory import Prediction as Traced
 
 __all__ = ["CostModel", "StepEstimate", "Survey"]
@@ -209,13 +209,20 @@ class CostModel:
 
     def _traced(self, setting: Setting, micro: int, accumulation: int) -> Traced | None:
         """By the trace; ``None`` where there is none."""
+        found = self._traced_or_refused(setting, micro, accumulation)
+        return None if isinstance(found, Exception) else found
+
+    def _traced_or_refused(self, setting: Setting, micro: int, accumulation: int) -> Traced | RefusedError | None:
         if self.footprint is None:
             return None
+        from ds_hf.autotune.footprint import RefusedError
         from ds_hf.memory import UnpredictableError
 
         on = self._checkpoints(setting)
         try:
             return self.footprint.predict(config_of(self.tree, setting), micro, accumulation, checkpointing=on)
+        except RefusedError as error:
+            return error
         except UnpredictableError:
             return None
 
@@ -264,12 +271,14 @@ class CostModel:
         return tokens + int((self.memory - need) / each) // step * step if each else tokens
 
     def cannot_fit(self, setting: Setting, micro: int, accumulation: int) -> bool:
-        """Whether the prediction is so far above the memory that a trial is pointless."""
+        """Whether a trial is pointless: the prediction is far above the memory, or the engine refuses the setting."""
         return bool(self.why_not(setting, micro, accumulation))
 
     def why_not(self, setting: Setting, micro: int, accumulation: int) -> str:
         """Why the setting cannot fit, in words; empty where it may."""
-        traced = self._traced(setting, micro, accumulation)
+        traced = self._traced_or_refused(setting, micro, accumulation)
+        if isinstance(traced, Exception):
+            return str(traced)
         margin = MARGIN if traced is None else TRACED_MARGIN
         need = self.nbytes(setting, micro, accumulation)
         if self.memory is not None and need > margin * self.memory:

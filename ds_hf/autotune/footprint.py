@@ -22,15 +22,20 @@ from threading import Event, Thread
 from typing import Any
 
 from ds_hf.autotune.division import PIPE, SEQUENCE, MeshDivision, division_of, model_class
+from ds_hf.errors import ConfigError
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 from ds_hf.memory.models import with_length
 from ds_hf.memory.pricing import DEVICE_MEMORY
 
-__all__ = ["Footprint", "TracedAhead"]
+__all__ = ["Footprint", "RefusedError", "TracedAhead"]
 
 Wanted = tuple[list[tuple[int, int]], Iterable[tuple[Mapping[str, Any], bool]]]
 
 SIXTEEN = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+class RefusedError(UnpredictableError):
+    """The engine takes this model with other settings, but not with these."""
 
 
 class Footprint:
@@ -58,12 +63,13 @@ class Footprint:
         self.micros = sorted({micro for micro, _ in sizes} | probed | {1})
         self._dtype = SIXTEEN.get(str(facts.get("module_dtype")))
         self._predictors = {on: _predictor(facts, found, on) for on in (False, True) if not on or _can(facts)}
-        self._known: dict[Any, dict[int, Prediction]] = {}
+        self._known: dict[Any, dict[int, Prediction] | RefusedError] = {}
 
     def predict(self, tree: Mapping[str, Any], micro: int, accumulation: int, *, checkpointing: bool) -> Prediction:
         """One process' bytes; precision left to "auto" in ``tree`` is what the engine said.
 
         Raises:
+            RefusedError: these settings are an error for this model.
             UnpredictableError: the model does not run without values, the micro-batch was not foreseen, or there is no
                 time to trace it.
         """
@@ -137,10 +143,16 @@ class Footprint:
                 raise UnpredictableError("it is not traced yet")
             settings = self._settings(tree, several)
             predictor = self._predictors[checkpointing]
-            self._known[key] = predictor.predict_each(
-                settings, self.micros, world_size=self.world, device_memory=self._device_memory
-            )
-        return self._known[key]
+            try:
+                self._known[key] = predictor.predict_each(
+                    settings, self.micros, world_size=self.world, device_memory=self._device_memory
+                )
+            except ConfigError as error:
+                self._known[key] = RefusedError("; ".join(fault.message for fault in error.faults))
+        known = self._known[key]
+        if isinstance(known, RefusedError):
+            raise known
+        return known
 
     def _settings(self, tree: Mapping[str, Any], several: bool) -> dict[str, Any]:
         """What the predictor takes, without a micro-batch; ``several`` of them a step."""

@@ -10,8 +10,9 @@ import pytest
 from transformers import LlamaConfig
 
 from ds_hf.autotune.cost import HOST_UPDATE, CostModel, Survey
-from ds_hf.autotune.footprint import Footprint, TracedAhead
+from ds_hf.autotune.footprint import Footprint, RefusedError, TracedAhead
 from ds_hf.engine.optim import stream_share
+from ds_hf.errors import ConfigError, Fault
 from ds_hf.memory import Predictor, UnpredictableError, Workload, predict
 from tests.autotune.world import MIB
 
@@ -98,6 +99,30 @@ def test_host_memory_rules_offload_out(facts: dict[str, Any], found: dict[str, A
     assert "of host memory" in model.why_not(away, 1, 16)
     roomy = CostModel(tree(2), own, Survey(facts, found), 2**40, footprint)
     assert not roomy.cannot_fit(away, 1, 16)
+
+
+def test_settings_that_the_engine_refuses_are_ruled_out(
+    facts: dict[str, Any], found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts that the model's plan divides among processes that share layers, where they would be divided twice."""
+    traced, predict_each = Footprint(facts, found, SIZES), Predictor.predict_each
+
+    def refuse(self: Predictor, settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if settings["zero_optimization"]["stage"] == 3:
+            raise ConfigError([Fault("", "the plan divides the experts", "remove expert_parallel")])
+        return predict_each(self, settings, *args, **kwargs)
+
+    monkeypatch.setattr(Predictor, "predict_each", refuse)
+    traced.trace_all([(tree(3), False), (tree(2), False)])  # goes on after what is refused
+    assert traced.thread is not None
+    traced.thread.join()
+    assert len(traced._known) == 4
+    own, other = {"zero_optimization.stage": 2}, {"zero_optimization.stage": 3}
+    model = CostModel(tree(2), own, Survey(facts, found), 2**40, traced)
+    assert (model.why_not(own, 1, 16), model.why_not(other, 1, 16)) == ("", "the plan divides the experts")
+    assert model.nbytes(other, 1, 16) > 0
+    with pytest.raises(RefusedError, match="the plan divides the experts"):
+        traced.predict(tree(3), 1, 1, checkpointing=False)
 
 
 def test_states_that_the_gpu_updates_take_no_time_of_the_cpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -60,3 +61,33 @@ def second_engine(first_stage: int, second_stage: int) -> None:
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 2), (0, 2), (0, 3), (2, 0)])
 def test_the_second_engine_trains_as_if_alone(first: int, second: int) -> None:
     run_distributed(second_engine, 2, first, second)
+
+
+def bytes_of_tensors() -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def engine_after_engine(stage: int, frozen: bool, late: bool) -> None:
+    model = TinyLM()
+    for block in model.blocks:
+        block.requires_grad_(not frozen)
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}
+    kept: list[Any] = []  # as a script's own variables, or the frame of a call that has not returned
+    held = []
+    for _ in range(4):
+        engine, *_ = ds_hf.initialize(model=model, config=settings(stage, bf16={"enabled": True}, **adam))
+        losses(engine)
+        for each in kept if late else [engine]:
+            each.destroy()
+        kept.append(engine)
+        held.append(bytes_of_tensors())
+    assert max(held[1:]) - held[1] < 1024, held  # a shard, or the weights, are more
+
+
+@pytest.mark.parametrize(("frozen", "late"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_engine_that_is_still_referred_to_keeps_no_memory(stage: int, frozen: bool, late: bool) -> None:
+    """ds-hf autotune measured settings one after another in the same processes, each with the weights of all before."""
+    run_distributed(engine_after_engine, 2, stage, frozen, late)

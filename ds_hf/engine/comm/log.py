@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.errors import DsHfError
 
-__all__ = ["Board", "CollectiveLog", "Entry", "LogObserver", "LogWatch", "open_board"]
+__all__ = ["Board", "CollectiveLog", "Entry", "LogObserver", "LogWatch", "get_all", "open_board"]
 
 LENGTH = 4096  # entries of a row, a power of two: how far ranks may be apart
 _ROW = LENGTH + 8  # the count has a cache line of its own
@@ -76,7 +76,7 @@ class Board:
 def open_board(store: Store, rank: int, world_size: int) -> Board | None:
     """The board of this host; ``None`` if this rank is alone on it or memory cannot be shared. All ranks call it."""
     store.set(f"host/{rank}", _host())
-    hosts = _get_all(store, [f"host/{other}" for other in range(world_size)])
+    hosts = get_all(store, [f"host/{other}" for other in range(world_size)])
     ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     if len(ranks) == 1:
         return None
@@ -94,14 +94,14 @@ def open_board(store: Store, rank: int, world_size: int) -> Board | None:
     with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), size)
     store.set(f"{key}/{rank}", "mapped" if memory else "")
-    mapped = _get_all(store, [f"{key}/{other}" for other in ranks])
+    mapped = get_all(store, [f"{key}/{other}" for other in ranks])
     if rank == ranks[0]:
         with contextlib.suppress(OSError):
             os.unlink(path)  # the memory stays until the last rank has gone
     return Board(memory, ranks, rank) if memory is not None and all(mapped) else None
 
 
-def _get_all(store: Store, keys: list[str]) -> list[bytes]:
+def get_all(store: Store, keys: list[str]) -> list[bytes]:
     """Values of ``keys``, waiting for them; one message where the store can do that."""
     extended: Any = store  # torch's stub lacks the method
     return store.multi_get(keys) if extended.has_extended_api() else [store.get(key) for key in keys]
@@ -183,7 +183,7 @@ class CollectiveLog:
         watch: who compares and reports, over all axes of the process; ``None`` until an engine starts it.
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
-        host_groups: how many were made (``mesh.host_group``).
+        groups: how many were made of its processes, or a part of them (``mesh``).
         exchanges: what an engine opened along the axis, a weak reference (``peer_exchanges``).
         observer: hears of each collective, ``None`` where nothing does.
         world_size: number of ranks on the axis.
@@ -208,7 +208,7 @@ class CollectiveLog:
         self.watch: LogWatch | None = None
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
-        self.host_groups = 0
+        self.groups = 0
         self.exchanges: Any = None
         self.observer: LogObserver | None = None
         self._stop: Callable[[], None] | None = None

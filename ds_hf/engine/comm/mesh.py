@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_hf.config.mesh import MeshShape, given_claims, is_sequence_mpu, require_features
-from ds_hf.engine.comm.log import CollectiveLog, open_board
+from ds_hf.engine.comm.log import CollectiveLog, get_all, open_board
 from ds_hf.engine.comm.mpu import check_groups
 from ds_hf.engine.comm.watch import Watch
 from ds_hf.errors import ConfigError
@@ -355,10 +355,29 @@ def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[in
 
 
 def group_of(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """This process's group of those with the global ranks ``lists``; it waits as long as the group of all processes."""
+    """This process's group of those with the global ranks ``lists``; it waits as long as the group of all processes.
+    Collective among all."""
+    _agree_on_names(_LOGS.of(None))
     timeout = timedelta(seconds=_group_timeout(None))
     group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend)  # type: ignore[no-untyped-call]
     return group  # type: ignore[no-any-return]
+
+
+def _agree_on_names(log: CollectiveLog) -> None:
+    """torch calls a new group by how many groups each process has made, and from 2.15 on counts those, too, that some
+    made among themselves (accelerate does where layers are shared): others would wait for the name forever.
+
+    Args:
+        log: of all processes.
+    """
+    if log.store is None:
+        return
+    log.groups += 1
+    store, made = PrefixStore(f"names/{log.groups}", log.store), dist.distributed_c10d._world
+    store.set(str(dist.get_rank()), str(made.group_count))
+    counts = get_all(store, [str(rank) for rank in range(dist.get_world_size())])
+    # torch's fake store answers with nothing
+    made.group_count = max([made.group_count, *(int(count) for count in counts if count)])
 
 
 # -- logs and the watch over them --------------------------------------------------------------------------------------
@@ -434,8 +453,8 @@ def host_group(axis: Axis) -> Any:
     """
     log = axis.log
     assert log.store is not None
-    log.host_groups += 1
-    store = PrefixStore(f"host/{log.host_groups}", log.store)
+    log.groups += 1
+    store = PrefixStore(f"host/{log.groups}", log.store)
     return dist.ProcessGroupGloo(store, axis.rank, axis.world_size, timedelta(seconds=_group_timeout(axis.group)))
 
 

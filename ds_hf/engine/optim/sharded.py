@@ -477,6 +477,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.masters.clear()
         self.low_bits.clear()
         self.segments.clear()
+        self.listed.clear()
         self._gradients.clear()
         self._apply.groups.clear()
 

@@ -481,6 +481,22 @@ class FlatBuffer:
     def give_up(self, param: Tensor) -> None:
         """Another buffer took ``param`` over (a second ``initialize``): this one does not touch it any more."""
         self._gone.add(id(param))
+        self._free_if_left()
+
+    def leave(self) -> None:
+        """An engine that used it was destroyed: no backward of that engine looks for its values here any more."""
+        self.let_go = True
+        self._free_if_left()
+
+    def _free_if_left(self) -> None:
+        """Give the memory back once nothing lives here: variables of a script may keep the engine and this buffer."""
+        if not self.let_go or self.users or not self._gone.issuperset(map(id, self.params)):
+            return
+        self.close()
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._memory, self._shard, self.views = FullMemory(nothing), nothing, self.placeholders
+        self.gathering, self.shard_storage = Gathering(self.axis), DeviceShardStorage(self.device, self.device)
+        self.aliased = True  # there is nothing to gather
 
     # -- values -------------------------------------------------------------------------------------------------
 

@@ -513,8 +513,9 @@ class GradientBuffer:
         self.storage.clear()
 
     def free(self) -> None:
-        """Nothing will be reduced any more."""
+        """Nothing will be reduced any more; host memory for gradients goes, too."""
         self._sum.copies = None
+        self.storage = DeviceGradientStorage(torch.float32)
 
     @property
     def nbytes(self) -> int:

@@ -309,7 +309,7 @@ class UnitHooks:
         self._external_modules.clear()
         for buffer in self.used_buffers:
             buffer.users.pop(self, None)
-            buffer.let_go = True
+            buffer.leave()
         self._let_go(self._held)
         self._held = []
         _running.pop(self, None)
