@@ -374,10 +374,10 @@ def _agree_on_names(log: CollectiveLog) -> None:
         return
     log.groups += 1
     store, made = PrefixStore(f"names/{log.groups}", log.store), dist.distributed_c10d._world
-    store.set(str(dist.get_rank()), str(made.group_count))
-    counts = get_all(store, [str(rank) for rank in range(dist.get_world_size())])
-    # torch's fake store answers with nothing
-    made.group_count = max([made.group_count, *(int(count) for count in counts if count)])
+    with contextlib.suppress(RuntimeError):  # a store that cannot do it; torch's fake one may answer with nothing
+        store.set(str(dist.get_rank()), str(made.group_count))
+        counts = get_all(store, [str(rank) for rank in range(dist.get_world_size())])
+        made.group_count = max([made.group_count, *(int(count) for count in counts if count)])
 
 
 # -- logs and the watch over them --------------------------------------------------------------------------------------
