@@ -269,6 +269,23 @@ def test_a_delayed_update_is_one_step_late_and_nothing_is_lost(tmp_path: Path) -
     run_distributed(delayed, 2, str(tmp_path), timeout=100)
 
 
+def destroyed(folder: str, how: str) -> dict[str, torch.Tensor]:
+    """Weights after ``destroy`` while the last update goes on: those that the model computed with."""
+    engine = engine_of(folder, how)
+    steps(engine, 0, HALF)
+    before = weights(engine)
+    engine.destroy()
+    assert_equal(weights(engine), before, "destroyed")
+    return before
+
+
+@pytest.mark.parametrize("how", ["delayed", "delayed on the device"])
+def test_an_engine_destroyed_amid_a_delayed_update(tmp_path: Path, how: str) -> None:
+    """Each rank had its own part of that update, by moments that might be gone."""
+    first, second = run_distributed(destroyed, 2, str(tmp_path), how, timeout=100)
+    assert_equal(first, second, "of both ranks")
+
+
 def dropped(stage: int) -> dict[str, torch.Tensor]:
     """Weights after five updates, of which gradients came down that none of them took."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -387,3 +387,9 @@ class DelayedStore(HostStore):
         for gradient, update in self._running:
             if gradient.buffer is buffer:
                 update.result()
+
+    def close(self) -> None:
+        """Weights stay as they are, without the last update: each rank has only its part of that, and all would have to
+        meet for the rest, where one of them may be ending by an exception."""
+        self._running.clear()
+        super().close()

@@ -76,7 +76,8 @@ class FusedLamb(TensorwiseOptimizer):
             "amsgrad": amsgrad,
         }
         self.eps_inside_sqrt = eps_inside_sqrt
-        self._norms: dict[Tensor, tuple[Tensor, float, float]] = {}  # of the last step, with the bounds of the ratio
+        # of the last step, by the parameter's id, with the bounds of the ratio
+        self._norms: dict[int, tuple[Tensor, float, float]] = {}
         self._asked = False  # for the ratios: a GPU's one kernel would not tell them
         super().__init__(params, defaults, fp32_optimizer_states=True)
 
@@ -171,7 +172,7 @@ class FusedLamb(TensorwiseOptimizer):
 
     def _remember(self, group: dict[str, Any], params: Sequence[Tensor], norms: Tensor) -> None:
         for param, row in zip(params, norms, strict=True):
-            self._norms[param] = (row, group["min_coeff"], group["max_coeff"])
+            self._norms[id(param)] = (row, group["min_coeff"], group["max_coeff"])
 
     def _moments(self, unit: UnitPieces, scale_and_skip: Tensor | None) -> Tensor:
         """First pass: squares of this rank's pieces, ``[slots, 2]`` with zeros for parameters it holds nothing of."""

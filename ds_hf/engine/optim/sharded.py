@@ -472,8 +472,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
             vars(self.optimizer).pop(name, None)
         for group, params in zip(self.optimizer.param_groups, self.given, strict=False):
             group["params"] = params
+        self.store.close()  # first: updates that go on read the states
         self.optimizer.state.clear()
-        self.store.close()
         self.masters.clear()
         self.low_bits.clear()
         self.segments.clear()
