@@ -142,9 +142,14 @@ class _Results:
 
 def _grouped(first: Tensor, second: Tensor, *more: Any, **named: Any) -> Tensor:
     """``_grouped_mm`` of any floating dtype, as CUDA's; what torch knows of the meta device is of bf16 alone."""
-    parts = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta") for x in (first, second)]
-    product: Tensor = torch.ops.aten._grouped_mm.default(*parts, *more, **named)
+    product: Tensor = torch.ops.aten._grouped_mm.default(_in_bf16(first), _in_bf16(second), *more, **named)
     return product.to(first.dtype)
+
+
+def _in_bf16(x: Tensor) -> Tensor:
+    """As many bytes between rows as in ``x``: torch wants multiples of 16, as four numbers of fp32 are, not of bf16."""
+    strides = [stride if stride == 1 else stride * x.element_size() // 2 for stride in x.stride()]
+    return torch.empty_strided(x.shape, strides, dtype=torch.bfloat16, device="meta")
 
 
 def _clone(tensor: Tensor, **named: Any) -> Tensor:

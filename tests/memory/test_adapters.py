@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_hf.memory import Predictor, UnpredictableError, Workload
 from ds_hf.memory.adapters import LoraRequest, add_lora, bits_of_options, count_parameters, load_in
@@ -44,6 +45,15 @@ def test_what_is_no_request(text: str) -> None:
 def test_layers_that_there_are_not() -> None:
     with pytest.raises(UnpredictableError, match="--lora r=16,targets=nowhere"):
         add_lora(build(TINY, Workload()), LoraRequest(16, ("nowhere",)))
+
+
+def test_values_are_not_made_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT draws them on the host, and moves what it drew: minutes for a rank of 100,000."""
+    devices = set()
+    monkeypatch.setattr(nn.init, "kaiming_uniform_", lambda tensor, **_: devices.add(tensor.device.type))
+    for asked in (LoraRequest(4), LoraRequest(4, dora=True)):
+        add_lora(build(TINY, Workload()), asked)
+    assert devices == {"meta"}
 
 
 def test_encoders_that_do_not_generate() -> None:

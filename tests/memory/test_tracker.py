@@ -62,6 +62,14 @@ def test_experts_multiply_in_any_dtype(dtype: torch.dtype) -> None:
         assert (tuple(found.shape), found.dtype) == (shape, dtype)
 
 
+def test_rows_of_grouped_products_are_aligned_in_bytes() -> None:
+    """Biases of experts are summed by a product with four columns of ones in fp32: 16 bytes, but 8 in bf16."""
+    ones, rows = meta(6, 4), meta(6, 16)
+    with LiveTensors(lambda live, scratch: None):
+        sums = F.grouped_mm(ones.mT, rows, offs=torch.zeros(2, dtype=torch.int32, device="meta"))
+    assert (tuple(sums.shape), sums.dtype) == ((2, 4, 16), torch.float32)
+
+
 def test_kinds() -> None:
     tracker = LiveTensors(lambda live, scratch: None, wide=64)
     leaf = meta(8, 64, grad=True)
