@@ -623,7 +623,9 @@ def leave_home(param: Tensor) -> None:
 def own_dtype(param: Tensor) -> torch.dtype:
     """Dtype of the parameter's values, also while it is released."""
     home = home_of(param)
-    return param.dtype if home is None or home.slot.index < 0 else home.buffer.dtype  # -1: of bytes, each its own
+    if home is None or home.slot.index < 0:  # of bytes, each its own
+        return param.dtype
+    return home.buffer.dtype if home.buffer.sharded else param.dtype  # which a user may cast after ``destroy``
 
 
 def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:

@@ -157,3 +157,21 @@ def updated_together() -> None:
 
 def test_updated_together() -> None:
     run_distributed(updated_together, 2, timeout=60)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_module_in_another_dtype_than_its_last_engine(stage: int) -> None:
+    """Masters were made of values rounded to the dtype of the engine before."""
+    model = Stack()
+    values = [p.detach().clone() for p in model.parameters()]
+    narrow = {**base_config(stage), "bf16": {"enabled": True}}
+    for config in (narrow, narrow, base_config(stage)):
+        model.float()
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), values, strict=True):
+                param.copy_(value)
+        engine, *_ = initialize(model=model, config=config)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if config is narrow else torch.float32}
+        for param, value in zip(model.parameters(), values, strict=True):
+            torch.testing.assert_close(access.safe_get_full_fp32_param(param), value, rtol=0, atol=0)
+        engine.destroy()
