@@ -49,7 +49,7 @@ def test_layers_that_there_are_not() -> None:
 
 def test_values_are_not_made_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT draws them on the host, and moves what it drew: minutes for a rank of 100,000."""
-    devices = set()
+    devices: set[str] = set()
     monkeypatch.setattr(nn.init, "kaiming_uniform_", lambda tensor, **_: devices.add(tensor.device.type))
     for asked in (LoraRequest(4), LoraRequest(4, dora=True)):
         add_lora(build(TINY, Workload()), asked)
