@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ def go_on_after_restart(
 
 def _written_by_this_run(folder: Path) -> Path | None:
     """The last whole checkpoint that earlier attempts of this run wrote into ``folder``; the same on all processes."""
-    agents = [psutil.Process(os.getppid()).create_time()]
-    starts = [psutil.Process().create_time()]
+    agents = [_created(psutil.Process(os.getppid()))]
+    starts = [_created(psutil.Process())]
     restarts = [int(os.environ["TORCHELASTIC_RESTART_COUNT"] or 0)]
     together = dist.is_initialized() and dist.get_world_size() > 1
     if together:
@@ -63,6 +64,18 @@ def _written_by_this_run(folder: Path) -> Path | None:
     if together:
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def _created(process: psutil.Process) -> float:
+    """When ``process`` began, in seconds since the epoch.
+
+    psutil counts from a boot time in whole seconds, up to one too early: a checkpoint that was copied into the folder
+    just before the start would count as this run's.
+    """
+    if not hasattr(time, "CLOCK_BOOTTIME"):  # Linux has it
+        return float(process.create_time())
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return float(process.create_time() + booted - psutil.boot_time())
 
 
 def _newest(folder: Path, since: float, until: float | None) -> Path | None:

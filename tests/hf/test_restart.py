@@ -33,7 +33,7 @@ def checkpoint(folder: Path, step: int, age: float = 0.0) -> Path:
     path.mkdir(parents=True)
     state = path / "trainer_state.json"
     state.write_text("{}")
-    written = psutil.Process(os.getppid()).create_time() + 1 - age
+    written = restart._created(psutil.Process(os.getppid())) + 1 - age
     os.utime(state, (written, written))
     return path
 
@@ -56,14 +56,14 @@ def test_goes_on_after_a_change_of_size(tmp_path: Path, monkeypatch: pytest.Monk
     """An agent that restarted its processes for a host that came, or lately came itself, counts no restart."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     path = checkpoint(tmp_path, 4)
-    began = psutil.Process().create_time()
+    began = restart._created(psutil.Process())
     state = path / "trainer_state.json"
     os.utime(state, (began + 60, began + 60))  # written by this process: the first start
     assert call(trainer(tmp_path)) == ((), {})
-    os.utime(state, (began, began))
+    os.utime(state, (began + 0.5, began + 0.5))
     assert call(trainer(tmp_path)) == ((str(path),), {})
     assert state.stat().st_mtime > began + 1  # belongs to the run from now on, whoever is left of it
-    agent = psutil.Process(os.getppid()).create_time()
+    agent = restart._created(psutil.Process(os.getppid()))
     os.utime(state, (agent - 60, agent - 60))  # of an earlier run
     assert call(trainer(tmp_path)) == ((), {})
 
@@ -88,6 +88,15 @@ def several(folder: str) -> Any:
     args = SimpleNamespace(deepspeed_plugin=object(), output_dir=folder, process_index=rank)
     asked = SimpleNamespace(args=args, state=SimpleNamespace(global_step=0))
     return restart.go_on_after_restart(lambda *given, **_: given, asked, (), {})
+
+
+def test_a_process_begins_when_it_was_started() -> None:
+    """psutil alone is up to a second early, and what was copied before the start then counts as this run's."""
+    before = time.time()
+    with subprocess.Popen(["sleep", "30"]) as process:
+        began = restart._created(psutil.Process(process.pid))
+        process.kill()
+    assert before - 0.05 < began < time.time() + 0.05
 
 
 def test_processes_that_see_different_things_agree(tmp_path: Path) -> None:
