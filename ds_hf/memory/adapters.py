@@ -73,8 +73,9 @@ def add_lora(model: nn.Module, asked: LoraRequest) -> nn.Module:
         config = LoraConfig(r=asked.rank, target_modules=targets, use_dora=asked.dora, task_type=task)
         with warnings.catch_warnings():  # of names that transformers will give up
             warnings.simplefilter("ignore")
-            # Without values also while they are made: numbers for a rank of 100,000 took minutes.
-            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+            # Without values also while they are made, as the model's: numbers for a rank of 100,000 took minutes.
+            without_values = all(param.is_meta for param in model.parameters())
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=without_values)
     except (ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
         raise UnpredictableError(f"--lora {asked}: {' '.join(str(error).split())}") from error
     return adapted.train()
