@@ -140,9 +140,8 @@ def _on_other_stages(model: nn.Module, mesh: Mesh, far: Sequence[str]) -> bool:
 
 def _far_apart(model: nn.Module, mesh: Mesh, names: Sequence[str]) -> list[str]:
     """Those of ``names`` that differ by more than rounding. Collective over the stage."""
-    apart = torch.zeros(
-        len(names), 2, dtype=torch.float32, device=next(model.parameters()).device
-    )  # how far, and how large they are
+    device = next(model.parameters()).device
+    apart = torch.zeros(len(names), 2, dtype=torch.float32, device=device)  # how far, and how large they are
     for row, name in zip(apart, names, strict=True):
         here = torch.cat(
             [
