@@ -22,6 +22,9 @@ compares them, and ties equal ones. At rest all are equal, so they are gathered 
 Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
 constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
 
+Resizing. A frozen embedding that ``resize_token_embeddings`` made has rows that no file has: it is marked, and
+checkpoints of adapters hold it, as the adapter's own file does.
+
 ``num_parameters`` adds up ``numel()``, which is 0 of a parameter at rest and a part of one that is cut; the Trainer's
 ``total_flos`` and the index of a model saved in several files are made of it.
 """
@@ -46,6 +49,7 @@ from ds_hf.engine.zero.at_rest import Released
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
 from ds_hf.engine.zero.cut import is_cut, whole_shape
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.param_names import mark_resized
 from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
@@ -71,6 +75,7 @@ def wrap_modeling(module: ModuleType) -> None:
     """Hook of ``transformers.modeling_utils``."""
     wrap(module, "PreTrainedModel.initialize_weights", _gathered)
     wrap(module, "PreTrainedModel.num_parameters", _counting_released)
+    wrap(module, "PreTrainedModel.resize_token_embeddings", _marking_resized)
     wrap(module, "PreTrainedModel.tie_weights", _comparing_whole)
     wrap(module, "PreTrainedModel.save_pretrained", _whole_alone)
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
@@ -218,6 +223,22 @@ def _without_mismatched(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ..
         return (errors or list(faults.values())), missing
 
     return load(*args, **kwargs)
+
+
+def _marking_resized(wrapped: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = [logical_shape(param) for param in _of_tokens(model)]
+    result = wrapped(*args, **kwargs)
+    after = list(_of_tokens(model))
+    if [logical_shape(param) for param in after] != before:
+        for param in after:
+            mark_resized(param)
+    return result
+
+
+def _of_tokens(model: Any) -> Iterator[nn.Parameter]:
+    """Parameters of the embedding and of the head, which are resized together."""
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        yield from layer.parameters() if layer is not None else ()
 
 
 def _keep_used_names(model: Any, load_config: Any) -> None:

@@ -143,3 +143,41 @@ def test_an_adapter_for_layers_that_processes_divide_comes_before_the_engine(tmp
         assert "load the adapter 'default' before initialize()" in same
         assert "the adapter 'later' came to model.layers.0.self_attn.q_proj, which processes divide" in other
         assert "the adapter 'new' came to" in new
+
+
+def resized(seed: int, stage: int, rows: int = 40) -> Any:
+    """Adapters on a base whose frozen embedding and head the script has resized, with rows that ``seed`` draws."""
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(SHAPE)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    torch.manual_seed(5)
+    net = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=TARGETS))
+    return ds_hf.initialize(model=net, config=base_config(stage))[0]
+
+
+def resume_with_other_rows(folder: str, stages: tuple[int, int]) -> tuple[bool, bool, list[str]]:
+    """Whether the whole weights, and the model that resumed, have the rows that were trained on; of a base that kept
+    its size, the names of frozen weights that are gathered."""
+    first = resized(9, stages[0])
+    first.save_checkpoint(folder, exclude_frozen_parameters=True)
+    gathered = first._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    name = "base_model.model.model.embed_tokens.weight"
+    wanted = full_weights(first.module)[name]
+    whole = gathered is None or (
+        torch.equal(gathered[name], wanted) and torch.equal(gathered["base_model.model.lm_head.weight"], wanted)
+    )
+    again = resized(77, stages[1])
+    assert not torch.equal(full_weights(again.module)[name], wanted)
+    again.load_checkpoint(folder)
+    same = torch.equal(full_weights(again.module)[name], wanted)
+    kept = resized(9, stages[0], SHAPE.vocab_size)._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    return whole, same, [name for name in kept or () if "lora_" not in name and "embed" in name]
+
+
+@pytest.mark.parametrize("stages", [(3, 0), (2, 3)])
+def test_rows_of_a_resized_embedding_are_saved_with_adapters(stages: tuple[int, int], tmp_path: Path) -> None:
+    for whole, same, kept in run_distributed(resume_with_other_rows, 2, str(tmp_path), stages):
+        assert whole
+        assert same
+        assert not kept

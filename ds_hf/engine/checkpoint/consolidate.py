@@ -33,6 +33,7 @@ from ds_hf.engine.checkpoint.weights import find_whole, values_of
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.engine.zero.packed import tell_quantized_elsewhere
+from ds_hf.engine.zero.param_names import is_resized
 from ds_hf.log import logger
 
 __all__ = ["clone_tensors_for_torch_save", "consolidated_state_dict", "save_16bit_model", "whole_state_dict"]
@@ -44,7 +45,8 @@ def consolidated_state_dict(
     """Whole weights in the model's dtype and persistent buffers on rank 0's CPU, ``None`` elsewhere. Collective.
 
     Args:
-        exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off.
+        exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off, and
+            embeddings that the script has resized.
     """
     holders, stages = find_whole(engine, "gathering whole weights")
     first = holders.rank == 0
@@ -54,7 +56,8 @@ def consolidated_state_dict(
     now = names_now(engine)  # without those that left the model
 
     def wanted(name: str, param: Tensor) -> bool:
-        return not exclude_frozen_parameters or param.requires_grad or not adapters.isdisjoint(name.split("."))
+        kept = param.requires_grad or is_resized(param) or not adapters.isdisjoint(name.split("."))
+        return not exclude_frozen_parameters or kept
 
     def put(name: str, param: Tensor) -> None:
         value = whole_value(engine, holders, parameter_name(engine, param, name), param)

@@ -27,6 +27,7 @@ from ds_hf.engine.optim.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
+from ds_hf.engine.zero.param_names import is_resized
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger, warn_once
@@ -130,7 +131,7 @@ def names_of(engine: Checkpointable, buffer: FlatBuffer) -> Sequence[str]:
 
 def is_left_out(params: Iterable[Tensor], exclude_frozen: bool) -> bool:
     """Whether a checkpoint without frozen parameters has nothing of ``params``, which are stored together."""
-    return exclude_frozen and not any(param.requires_grad for param in params)
+    return exclude_frozen and not any(param.requires_grad or is_resized(param) for param in params)
 
 
 def adapter_names(module: nn.Module) -> frozenset[str]:

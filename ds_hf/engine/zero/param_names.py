@@ -5,6 +5,8 @@ view of what this rank keeps of the parameter: writing to it, in place, changes 
 has the shape and no values, as everything at rest there. After ``initialize`` the ranks' parts of a parameter are not
 of equal length, and may be empty: a whole block is cut, not each of its parameters. A small parameter that stays whole
 (``ds_persist``) has the names too, for scripts ask every parameter of a stage-3 model; its ``ds_tensor`` is all of it.
+
+One more is for checkpoints, at every stage: which parameters the script has resized, so that no file has them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 
-__all__ = ["mark", "mark_newcomers", "unmark"]
+__all__ = ["is_resized", "mark", "mark_newcomers", "mark_resized", "unmark"]
+
+_RESIZED = "_ds_resized"
+
+
+def mark_resized(param: Tensor) -> None:
+    """The script has given ``param`` another size, and values that the files of the model do not have."""
+    setattr(param, _RESIZED, True)
+
+
+def is_resized(param: Tensor) -> bool:
+    """Whether what is saved without frozen parameters has ``param`` all the same: nothing else does."""
+    return hasattr(param, _RESIZED)
 
 
 class _Buffer(Protocol):
