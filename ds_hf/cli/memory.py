@@ -182,6 +182,7 @@ def memory_command(
             subject = Subject.of(target, rest or [], request)
             table = list(rows(subject.predictor, subject.config, machine, micro_batch, longest=longest))
             way = cheapest_way(target, rest or [], subject, table, machine, micro_batch)
+            subject.notes.extend(_host_notes(target, machine, table, host_memory is None))
     except (UnpredictableError, ConfigError) as error:
         complain(error)
         raise typer.Exit(1) from None
@@ -195,6 +196,26 @@ def memory_command(
         raise typer.Exit(1)
     if output is not None:
         _write(way, output)
+
+
+def _host_notes(target: str, machine: Machine, table: list[Row], of_here: bool) -> list[str]:
+    """Where host memory, and not the GPU, rules a row out: whose memory it is, and what else the model may load in."""
+    over = [row for row in table if _is_over_host(row, machine)]
+    if not over:
+        return []
+    notes = []
+    if of_here:
+        memory = f"{_gib(machine.host_memory or 0)} GiB of host memory are this machine's"
+        notes.append(f"{memory}, and rule out what would fit the GPU; --host-memory 256GiB: another's")
+    loads = any(row.prediction and row.prediction.host.get("loading") == row.prediction.host_total for row in over)
+    if loads and ":" in target and "dtype=" not in target:
+        notes.append("a description is loaded in fp32; add dtype=bfloat16 to it for weights that are stored in bf16")
+    return notes
+
+
+def _is_over_host(row: Row, machine: Machine) -> bool:
+    """Whether it is the host alone that has no room for ``row``."""
+    return not row.fits and row.prediction is not None and row.prediction.device_total <= machine.device_memory
 
 
 def _refuse_unknown(context: typer.Context, target: str, rest: list[str]) -> None:
@@ -461,8 +482,7 @@ def _cells(row: Row, machine: Machine, *, lengths: bool) -> tuple[str, ...]:
         return str(row.stage), row.offload, "-", "-", "-", "-", *longest, "refused"
     processes = min(machine.processes_per_host, machine.world_size)
     host, disk = (getattr(row.prediction, name) * processes for name in ("host_total", "disk_total"))
-    room = row.prediction.device_total <= machine.device_memory
-    verdict = "fits" if row.fits else "too large for the host" if room else "too large"
+    verdict = "fits" if row.fits else "too large for the host" if _is_over_host(row, machine) else "too large"
     return (
         str(row.stage),
         row.offload,

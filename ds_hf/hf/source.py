@@ -32,6 +32,7 @@ def plain_config(source: Any, world_size: int | None = None) -> dict[str, Any]:
     """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced; what was written
     goes with it."""
     tree = copy.deepcopy(checked_config(source, world_size).resolved)
+    tree.setdefault("zero_optimization", {"stage": 0})  # DeepSpeed's default, without which accelerate stops
     tensor = tree.get("tensor_parallel")
     if isinstance(tensor, dict) and tensor.get("autotp_size") == 0:  # off, by which Trainer.get_tp_size() divides
         del tensor["autotp_size"]

@@ -78,7 +78,7 @@ def _first(table: list[Row], *, files: bool = False) -> Row | None:
 
 
 def _way(subject: Subject, row: Row, options: tuple[str, ...], machine: Machine, micro_batch: int | None) -> Way:
-    arguments = ("--gradient_checkpointing",) if subject.request.recomputes else ()
+    arguments = _trainer_arguments(row) + (("--gradient_checkpointing",) if subject.request.recomputes else ())
     try:
         longest = subject.predictor.longest_sequence(
             row.config,
@@ -90,6 +90,13 @@ def _way(subject: Subject, row: Row, options: tuple[str, ...], machine: Machine,
     except UnpredictableError:  # its batches have no tokens
         longest = 0
     return Way(row, subject, options, arguments, longest)
+
+
+def _trainer_arguments(row: Row) -> tuple[str, ...]:
+    """What the Trainer has to be told: it refuses a file that says otherwise, and its own micro-batch is 8."""
+    precisions = [name for name in ("bf16", "fp16") if (row.config.get(name) or {}).get("enabled") is True]
+    micro = row.prediction.micro_batch if row.prediction is not None else 1
+    return (*(f"--{name}" for name in precisions), "--per_device_train_batch_size", str(micro))
 
 
 def _further(request: Request) -> Iterator[tuple[Request, tuple[str, ...]]]:

@@ -117,12 +117,30 @@ def test_the_cheapest_way_that_fits(tmp_path: Path) -> None:
     assert code == 0, err
     assert "cheapest that fits: LoRA of rank 16" in out
     assert "--checkpointing --lora r=16" in out
-    assert f"train.py --deepspeed {file} --gradient_checkpointing" in out
+    # the file has bf16, and the figures are those of one sample: the Trainer must be told both
+    flags = "--bf16 --per_device_train_batch_size 1 --gradient_checkpointing"
+    assert f"train.py --deepspeed {file} {flags}" in out
     assert json.loads(file.read_text())["zero_optimization"]["stage"] == 0
     code, out, err = run(big, "--seq-len", "64", "--device-memory", "0.1GiB", "-o", str(tmp_path / "none.json"))
     assert code == 1
     assert "nothing fits" in out
     assert not (tmp_path / "none.json").exists()
+
+
+def test_host_memory_that_rules_out_what_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory it is, and in what the described model is taken to be loaded, are said; else neither."""
+    monkeypatch.setattr("ds_hf.cli.memory.total_memory", lambda: 400 << 10)  # 0.55 MiB of weights in fp32
+    sizes = ("--seq-len", "64", "--device-memory", "4GiB")
+    _, out, _ = run(TINY, *sizes)
+    assert "too large for the host" in out
+    assert "GiB of host memory are this machine's, and rule out what would fit the GPU; --host-memory" in out
+    assert "a description is loaded in fp32; add dtype=bfloat16" in out
+    _, out, _ = run(f"{TINY},dtype=bfloat16", *sizes)
+    assert "a description is loaded" not in out
+    _, out, _ = run(TINY, *sizes, "--host-memory", "4GiB")
+    assert "note: no configuration given" in out
+    assert "host memory" not in out
+    assert "a description is loaded" not in out
 
 
 def test_arguments_of_the_script(tmp_path: Path) -> None:

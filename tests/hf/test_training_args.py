@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from transformers import HfArgumentParser, TrainingArguments
 
 from ds_hf.errors import ConfigError
@@ -41,6 +42,16 @@ def test_every_form_of_a_config(tmp_path: Path) -> None:
         assert arguments.hf_deepspeed_config.get_value("zero_optimization.stage") == 2
         assert arguments.hf_deepspeed_config.get_value("train_micro_batch_size_per_gpu") == 8
         assert arguments.deepspeed == given  # as the user gave it
+
+
+def test_a_file_without_the_section_of_zero_is_stage_0(tmp_path: Path) -> None:
+    """As in a loop; accelerate would stop with "Please specify the ZeRO optimization config"."""
+    config = {"train_micro_batch_size_per_gpu": "auto"}
+    assert make(tmp_path, config).deepspeed_plugin.zero_stage == 0
+    assert config == {"train_micro_batch_size_per_gpu": "auto"}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    assert DeepSpeedPlugin(hf_ds_config=str(file)).zero_stage == 0
 
 
 def test_preset_from_the_command_line(tmp_path: Path) -> None:

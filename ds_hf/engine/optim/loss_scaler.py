@@ -43,6 +43,10 @@ class LossScaler(Protocol):
     def scale(self) -> float:
         """The factor for the next loss."""
 
+    @property
+    def at_minimum(self) -> bool:
+        """Whether the scale cannot fall, so that an overflow has another cause."""
+
     def update(self, overflow: bool) -> None:
         """Take note of one boundary."""
 
@@ -57,6 +61,7 @@ class _DeepSpeedNames:
     """What scripts read of DeepSpeed's loss scalers, and of ``optimizer.loss_scale_config``."""
 
     dynamic = False
+    at_minimum = True
     scale_factor = _FACTOR
     _scale: float
 
@@ -185,6 +190,11 @@ class DynamicLossScaler(_DeepSpeedNames):
         return self._scale
 
     @property
+    def at_minimum(self) -> bool:  # type: ignore[override]
+        """Whether the scale cannot fall, so that an overflow has another cause."""
+        return self._scale == self.min_loss_scale
+
+    @property
     def cur_iter(self) -> int:
         """Boundaries so far."""
         return self._boundary
@@ -253,7 +263,7 @@ class DynamicLossScaler(_DeepSpeedNames):
                 self._hysteresis_left,
             )
             return
-        if self._scale == self.min_loss_scale and self.ends_at_minimum:
+        if self.at_minimum and self.ends_at_minimum:
             raise LossScaleError(
                 f"fp16 gradients overflow at the smallest loss scale allowed ({self.min_loss_scale:g}, "
                 f"fp16.min_loss_scale), {self._consecutive_overflows} boundaries in a row: the scale cannot be "

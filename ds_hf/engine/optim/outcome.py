@@ -11,7 +11,8 @@ what was queued after it, the update, goes on meanwhile.
 ``NonFinite`` tells of a norm that is not finite: which step, which parameter, whose loss (``ds_hf.nonfinite``). While
 norms are finite, all that happens is that the host compares a number that it has anyway: nothing is launched, sent or
 waited for. Ranks speak to each other only where all of them have the norm before the update: on the CPU, and with
-"error". On a GPU the host learns of it at the next step, and each rank tells what it sees itself.
+"error". On a GPU the host learns of it at the next step, and each rank tells what it sees itself. So it does where a
+loss scale adapts, whose overflows are told only with a loss that is not finite, or at the least scale.
 
 ``Unused`` names parameters that no process has a gradient of and that the step changes all the same.
 """
@@ -278,6 +279,11 @@ class NonFinite:
         """The host needs the norm before the update. After a bad step too: of the next one the parameter is told."""
         return self._told or self.mode == "error"
 
+    @property
+    def bad_loss(self) -> bool:
+        """Whether a loss that this rank's step is made of is not finite. Waits for it."""
+        return any(not bool(loss.isfinite().all()) for loss in self._past)
+
     def begin(self, step: int) -> None:
         """The step of this number, counted from 1, is made of the losses so far."""
         self._step = step
@@ -306,7 +312,7 @@ class NonFinite:
         self._told = True
         place = self._first(values)
         name = "" if place == _ABSENT else list(self._names.values())[place]
-        mine = _Seen(place, any(not bool(loss.isfinite().all()) for loss in self._past), name)
+        mine = _Seen(place, self.bad_loss, name)
         ranks = range(self._axis.world_size) if together else [self._axis.rank]
         seen = dict(zip(ranks, self._gather(mine, device) if together else [mine], strict=True))
         text = self._text(norm, seen, complete=len(seen) == self._axis.world_size)

@@ -393,14 +393,16 @@ class ShardedOptimizer(BufferStates, Optimizer):
         Raises:
             NonFiniteError: it is not, and that ends training.
         """
-        self._outcome.looked_at = self.loss_scaler.dynamic  # where infinite norms are no news
-        if self._outcome.looked_at or not (self._outcome.on_host or self.nonfinite.waits):
+        dynamic = self.loss_scaler.dynamic  # the host waits for the norm then, and an infinite one is no news by itself
+        self._outcome.looked_at = dynamic or self._outcome.on_host or self.nonfinite.waits
+        if not self._outcome.looked_at:
             return
-        together = self._outcome.on_host or self.nonfinite.mode == "error"
-        self._outcome.looked_at = True
+        together = not dynamic and (self._outcome.on_host or self.nonfinite.mode == "error")
         norm = self._outcome.value
         if math.isfinite(norm):
             self.nonfinite.fine()
+            return
+        if dynamic and not (self.loss_scaler.at_minimum or self.nonfinite.bad_loss):
             return
         values = ((g.buffer, owned) for g in self.segments if (owned := g.settled()) is not None)
         try:

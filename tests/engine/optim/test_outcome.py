@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ds_hf import Engine, initialize
 from ds_hf.config import load_config
 from ds_hf.config.plan import nonfinite_mode
 from ds_hf.engine.optim.outcome import Outcome
-from ds_hf.errors import ConfigError, NonFiniteError
+from ds_hf.errors import ConfigError, LossScaleError, NonFiniteError
 from ds_hf.log import logger
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
@@ -149,6 +150,34 @@ def losses() -> None:
 
 def test_says_whose_loss_it_was() -> None:
     run_distributed(losses, 2, timeout=60)
+
+
+def under_a_loss_scale() -> None:
+    """Overflows are the scale's business until it cannot fall, and where a loss is not finite."""
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}
+    for stage in (0, 2):
+        engine = make(stage, None, fp16=fp16)
+        with Heard() as heard:
+            train(engine, bad=NAN, rank=1)  # halves the scale
+        assert not any("blocks.0" in text for text in heard.texts)
+        with Heard() as heard, pytest.raises(LossScaleError) if stage else nullcontext():
+            train(engine, bad=NAN, rank=1)
+        named = torch.tensor(sum("whose gradient is not finite is 'blocks.0.weight'" in text for text in heard.texts))
+        dist.all_reduce(named)
+        assert named in ((1,) if stage == 0 else (1, 2))  # the ranks that have a part of it
+        engine.destroy()
+    engine = make(2, None, fp16={"enabled": True})
+    with Heard() as heard:
+        for _ in range(2):
+            train(engine, factor=NAN, rank=1)
+    told = [text for text in heard.texts if "The loss was not finite on rank 1." in text]
+    assert len(told) == (dist.get_rank() == 1)
+    assert engine.skipped_steps == 2
+    engine.destroy()
+
+
+def test_what_a_loss_scale_cannot_mend_is_named() -> None:
+    run_distributed(under_a_loss_scale, 2, timeout=60)
 
 
 def skipped() -> None:
