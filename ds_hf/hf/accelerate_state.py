@@ -21,6 +21,7 @@ from torch import nn
 
 from ds_hf.config.check import NOT_CHOSEN
 from ds_hf.config.schema import load_schema
+from ds_hf.engine.comm.discovery import discover
 from ds_hf.errors import ConfigError
 from ds_hf.hf.accelerate_loop import begin, counting_kept, wrap_loop, wrap_steps
 from ds_hf.hf.autoload import wrap
@@ -32,6 +33,7 @@ from ds_hf.log import warn_once
 
 __all__ = [
     "has_accelerator",
+    "learn_of_launcher",
     "wrap_accelerator",
     "wrap_config",
     "wrap_data_loader",
@@ -119,6 +121,8 @@ def wrap_state(module: ModuleType) -> None:
     no_device = module.DistributedType.NO
 
     def prepare_backend(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _deepspeed_asked():
+            learn_of_launcher()
         backend, kind = wrapped(*args, **kwargs)
         if backend is None and kind == no_device and _deepspeed_processes() and not has_accelerator():
             return "gloo", kind
@@ -402,8 +406,16 @@ def has_accelerator() -> bool:
 
 def _deepspeed_processes() -> bool:
     """A launcher started this process, and DeepSpeed is asked for."""
-    launched = int(os.environ.get("LOCAL_RANK") or -1) != -1
-    return launched and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return int(os.environ.get("LOCAL_RANK") or -1) != -1 and _deepspeed_asked()
+
+
+def _deepspeed_asked() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def learn_of_launcher() -> None:
+    """Say what mpirun or srun say of this process as torchrun does, since accelerate reads nothing else."""
+    os.environ.update(discover(os.environ))
 
 
 def _named(source: Any) -> Any:

@@ -17,7 +17,7 @@ from ds_hf.config import Config
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.hf import auto
-from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.accelerate_state import has_accelerator, learn_of_launcher
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.mismatch import find_mismatches
 from ds_hf.hf.optimizers import find_unfit_optimizers
@@ -39,6 +39,7 @@ def wrap_training_args(module: ModuleType) -> None:
 def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _wants_deepspeed(arguments):
         return wrapped(*args, **kwargs)
+    learn_of_launcher()
     if being_measured():  # neither logs nor a repository of a training that does not happen
         arguments.report_to, arguments.push_to_hub = "none", False
     given = arguments.deepspeed

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +19,9 @@ from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
 from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
 from ds_hf.hf.source import checked_config
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.logs import Lines
+from tests.helpers.patience import patient
 
 GIVEN = {
     "SGD": {"momentum": 0.9},
@@ -173,3 +177,49 @@ def test_adam_gets_the_class_for_host_memory() -> None:
         assert type(found).__name__ == "DeepSpeedCPUAdam"
         assert (found.param_groups[0]["betas"], found.param_groups[0]["lr"]) == ((0.5, 0.6), 0.5)
         assert found.adam_w_mode == decoupled
+
+
+OF_A_STEP = """
+import sys
+
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin
+from transformers import TrainingArguments
+
+config = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": {"stage": 1}}
+if sys.argv[1] == "trainer":
+    arguments = TrainingArguments(sys.argv[2], deepspeed=config, report_to="none")
+    arguments.device  # what asks accelerate for its state
+    found = arguments.world_size, arguments.process_index, arguments.hf_deepspeed_config.config["train_batch_size"]
+else:
+    state = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    found = state.num_processes, state.process_index, 0
+print("found", *found)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("client", ["trainer", "accelerate"])
+def test_srun_with_a_task_for_each_process(client: str, tmp_path: Path) -> None:
+    """Slurm's variables, and no RANK: accelerate took each task for a run of its own, which wrote over the others'."""
+    told = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM_", "ACCELERATE_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        told.pop(name, None)
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_NUM_TASKS": "2"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_A_STEP, client, str(tmp_path)],
+            env={**told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [task.communicate(timeout=patient(60))[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    for rank, text in enumerate(said):
+        assert f"found 2 {rank} {16 if client == 'trainer' else 0}" in text
