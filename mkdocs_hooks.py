@@ -1,6 +1,6 @@
 """What pages of the site get after Markdown: code that breaks between its parts, and tables for narrow windows.
 
-``docs/css/site.css`` says how both look. mkdocs calls ``on_page_content`` for every page.
+``docs/css/site.css`` says how both look. mkdocs calls ``on_page_markdown`` and ``on_page_content`` for every page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_hf.autotune.page import give_way
 
-__all__ = ["on_page_content"]
+__all__ = ["on_page_content", "on_page_markdown"]
 
 CODE = re.compile(r'(<pre\b.*?</pre>)|(<code>|<span class="doc doc-object-name [^>]*>)([^<]+)', re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -19,6 +19,13 @@ ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])([^>]*)>(.*?)</\1>", re.DOTALL)
 FIGURE = re.compile(r"^(?=.{1,16}$).*(?<!\w)\d")
 SHORT = 16  # letters of a cell that stands beside others
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """How-to pages come first in the search: "checkpoint" found two classes of errors before the page about them."""
+    if page.file.src_uri.startswith("how-to/"):
+        page.meta.setdefault("search", {"boost": 4})
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
-from mkdocs_hooks import on_page_content
+from mkdocs_hooks import on_page_content, on_page_markdown
 
 HEAD = "<table><thead><tr><th>Key</th><th>Type</th><th></th></tr></thead>"
 
@@ -14,6 +16,13 @@ def test_code_gives_way_between_its_parts_and_blocks_stay() -> None:
     made = on_page_content(f"{block}<p>a_b <code>zero_optimization.stage=1.5</code></p>")
     key = '<code>zero_<wbr class="inner">optimization.<wbr>stage=<wbr>1.5</code>'
     assert made == f"{block}<p>a_b {key}</p>"
+
+
+def test_how_to_pages_come_first_in_the_search() -> None:
+    for name, boosted in (("how-to/nan.md", True), ("api.md", False)):
+        page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
+        assert on_page_markdown("# NaN", page=page) == "# NaN"
+        assert ("search" in page.meta) == boosted
 
 
 def test_symbols_of_the_api_give_way_too() -> None:

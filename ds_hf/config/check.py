@@ -436,6 +436,11 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
     if not _right_type(value, node):
         return  # The schema check reports the wrong type where the user wrote it.
     converted = _CONVERTERS[node.get("x-convert", "same")](value, draft)
+    if converted is _SKIP:  # off says nothing, beside the newer name as well
+        draft.drop(path)
+        if value is not None:
+            draft.warn(pointer, f"older form of {dotted(target)}, and switched off", "remove it")
+        return
     if draft.has(target) and node.get("x-convert") != "pin-memory":
         draft.fault(
             pointer, f"{dotted(path)} is the older name of {dotted(target)}, and both are set", f'remove "{path[-1]}"'
@@ -443,11 +448,7 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
         draft.drop(path)
         return
     draft.drop(path)
-    if converted is _SKIP:
-        if value is not None:
-            draft.warn(pointer, f"older form of {dotted(target)}, and switched off", "remove it")
-        return
-    draft.warn(pointer, f"older name of {dotted(target)}, which is set instead")
+    draft.warn(pointer, f"older name of {dotted(target)}, and taken as that")
     origin = Origin(OriginKind.RENAMED, dotted(path), line)
     targets = [target]
     if node.get("x-convert") == "pin-memory":

@@ -75,7 +75,7 @@ def missing_packages(config: Config) -> list[tuple[str, str]]:
     return [
         (
             f"{section}.enabled",
-            f"it needs the package {package.split('>')[0]}, which is not installed here "
+            f"it needs the package {package.split('>')[0]}, which is not installed here, so no training starts "
             f"-> pip install '{package}', or set {section}.enabled to false",
         )
         for section, (module, package) in MONITORS.items()

@@ -213,6 +213,24 @@ def test_older_names_work(tree: dict[str, Any], path: str, value: object) -> Non
     assert len({warning.pointer for warning in older}) == len(older), "one warning each"
 
 
+@pytest.mark.parametrize(
+    ("tree", "off"),
+    [
+        (
+            {"zero_optimization": {"stage": 1, "cpu_offload": False, "offload_optimizer": {"device": "cpu"}}},
+            "cpu_offload",
+        ),
+        ({"communication_data_type": "fp32", "fp32_allreduce": False}, "fp32_allreduce"),
+    ],
+)
+def test_an_older_name_that_is_off_says_nothing_beside_the_newer_one(tree: dict[str, Any], off: str) -> None:
+    config = load(tree)
+    assert config.zero_optimization.offload_optimizer.device == ("cpu" if off == "cpu_offload" else "none")
+    assert config.communication_data_type == (None if off == "cpu_offload" else "fp32")
+    (warning,) = (one for one in config.warnings if off in one.pointer)
+    assert "switched off" in warning.message
+
+
 def test_pinning_of_2021_goes_to_the_blocks_that_are_there() -> None:
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_use_pin_memory": False}
     config = load({"zero_optimization": zero})

@@ -134,7 +134,8 @@ def test_what_people_type_is_in_a_heading() -> None:
     headings = " ".join(
         line.lower() for page in PAGES for line in page.read_text("utf-8").splitlines() if line.startswith("#")
     )
-    for words in ("out of memory", "nan loss", "hang", "slow", "qlora", "docker", "slurm", "kubernetes", "fsdp"):
+    typed = ("out of memory", "nan loss", "hang", "slow", "qlora", "docker", "slurm", "kubernetes", "fsdp", "resume")
+    for words in typed:
         assert words in headings
 
 
