@@ -15,7 +15,8 @@ rank R on attention and on the experts' stacked weights, which *ds_hf* leaves to
 *+local* and *+ep* rest in 4 bits.
 
 ``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as
-``exchange.py`` leaves them to each process, against the grouped products alone (six of them).
+``exchange.py`` leaves them to each process, against the grouped products alone (six of them); *grouped_in* each of
+these, what the device spends in grouped products.
 """
 
 from __future__ import annotations
@@ -276,6 +277,19 @@ def profiled(function: Callable[[], Any], device: str) -> str:
     return str(profile.key_averages().table(sort_by=key, row_limit=14, max_name_column_width=60))
 
 
+def grouped(function: Callable[[], Any], device: str) -> float:
+    """Milliseconds of the device in grouped products alone, of one call; the median of five."""
+    found = []
+    for _ in range(5):
+        with torch.profiler.profile() as profile:
+            function()
+            if device != "cpu":
+                torch.cuda.synchronize()
+        name = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+        found.append(sum(getattr(each, name) for each in profile.key_averages() if "grouped_mm" in each.key) / 1e3)
+    return statistics.median(found)
+
+
 def products(args: argparse.Namespace) -> dict[str, Any]:
     """One layer's experts."""
     from ds_hf.engine.ops.routes import group
@@ -293,19 +307,19 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator(args.device).manual_seed(1)
     x = torch.randn(tokens, width, dtype=dtype, device=args.device, generator=generator, requires_grad=True)
     chosen = torch.rand(tokens, count, device=args.device, generator=generator).argsort(1)[:, :top]
-    weights = torch.rand(tokens, top, device=args.device, generator=generator).softmax(-1).to(dtype)
+    weights = torch.rand(tokens, top, device=args.device, generator=generator).softmax(-1).to(dtype).requires_grad_()
     seed = torch.randn_like(x)
 
     def model_own() -> None:
         module(x, chosen, weights).backward(seed)
-        x.grad = up.grad = down.grad = None
+        x.grad = weights.grad = up.grad = down.grad = None
 
     def routed() -> None:
         routes = group(chosen, count)
         scale = pick(weights, routes, top)[:, None]
         found = compute_routes(module, module, take(x, routes), routes.group, scale, routes.ends)
         add_up(found, routes).backward(seed)
-        x.grad = up.grad = down.grad = None
+        x.grad = weights.grad = up.grad = down.grad = None
 
     transposed = bool(getattr(module, "is_transposed", False))
     first, second = (up, down) if transposed else (up.mT, down.mT)
@@ -319,8 +333,9 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
         torch.autograd.backward([one, two], [torch.ones_like(one), torch.ones_like(two)])
         rows.grad = inner.grad = up.grad = down.grad = None
 
-    found = {name: milliseconds(each, args.device) for name, each in
-             (("model", model_own), ("routes", routed), ("products", alone))}  # fmt: skip
+    ways = {"model": model_own, "routes": routed, "products": alone}
+    found = {name: milliseconds(each, args.device) for name, each in ways.items()}
+    found |= {f"grouped_in_{name}": grouped(each, args.device) for name, each in ways.items()}
     if args.profile:
         for each in (model_own, routed):
             print(each.__name__, profiled(each, args.device))

@@ -1,6 +1,6 @@
-// Rows added up by lists, and the gate of experts: see ds_hf/engine/ops/rows.py.
+// Rows added up by lists, rows times numbers, and the gate of experts: see ds_hf/engine/ops/rows.py.
 //
-// DS_VALUE: the dtype. A thread makes eight neighbours of a row. Sums are in fp32, in the order of the list; the gate
+// DS_VALUE: the dtype; DS_OTHER: that of the numbers. A thread makes eight neighbours of a row. Sums are in fp32, in the order of the list; the gate
 // rounds where torch does, so that its numbers are those of silu(gate) * up but for the last bit of the exponential.
 #include "eight.cuh"
 
@@ -30,6 +30,59 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) add_up(const
       for (u32 k = 0; k < EACH; ++k) sums[k] += x[k];
     }
     set<Value>((raw*)a.out + place * a.width + column, sums, valid);
+  }
+}
+
+#ifndef DS_OTHER
+#define DS_OTHER DS_VALUE
+#endif
+using Scale = Numbered<DS_OTHER>::type;
+
+struct Weighed {
+  const void *x, *grad, *scale;
+  void *out, *of_scale;
+  i64 rows, width;
+};
+
+__device__ __forceinline__ float scale_of(const Weighed& a, i64 row) {
+  return Scale::wide(((const Scale::raw*)a.scale)[row]);
+}
+
+// out[row] = x[row] * scale[row]
+extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) weigh(const __grid_constant__ Weighed a) {
+  const i64 chunks = (a.width + EACH - 1) / EACH, all = a.rows * chunks;
+  for (i64 at = (i64)blockIdx.x * DS_THREADS + threadIdx.x; at < all; at += (i64)gridDim.x * DS_THREADS) {
+    const i64 row = at / chunks, column = at % chunks * EACH, valid = a.width - column;
+    const float scale = scale_of(a, row);
+    float x[EACH];
+    get<Value>(x, (const raw*)a.x + row * a.width + column, valid);
+#pragma unroll
+    for (u32 k = 0; k < EACH; ++k) x[k] *= scale;
+    set<Value>((raw*)a.out + row * a.width + column, x, valid);
+  }
+}
+
+// out[row] = grad[row] * scale[row], of_scale[row] = sum of grad[row] * x[row]. A warp makes a row.
+extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) weigh_backward(const __grid_constant__ Weighed a) {
+  const i64 warps = (i64)gridDim.x * (DS_THREADS / 32), lane = threadIdx.x % 32;
+  for (i64 row = (i64)blockIdx.x * (DS_THREADS / 32) + threadIdx.x / 32; row < a.rows; row += warps) {
+    const float scale = scale_of(a, row);
+    float sum = 0.0f;
+    for (i64 column = lane * EACH; column < a.width; column += 32 * EACH) {
+      const i64 valid = a.width - column, place = row * a.width + column;
+      float x[EACH], grad[EACH];
+      get<Value>(x, (const raw*)a.x + place, valid);
+      get<Value>(grad, (const raw*)a.grad + place, valid);
+#pragma unroll
+      for (u32 k = 0; k < EACH; ++k) {
+        sum += x[k] * grad[k];
+        grad[k] *= scale;
+      }
+      set<Value>((raw*)a.out + place, grad, valid);
+    }
+#pragma unroll
+    for (u32 step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0) ((Scale::raw*)a.of_scale)[row] = Scale::narrow(sum);
   }
 }
 

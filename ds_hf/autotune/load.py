@@ -69,7 +69,7 @@ class LoadMeter:
 
 
 def gpu_share() -> float | None:
-    """How busy the busiest GPU is, from 0 to 1; ``None`` where that cannot be seen.
+    """How busy the busiest GPU of those that this process sees is, from 0 to 1; ``None`` where that is not known.
 
     It is counted over the last second: what looks busy is looked at again, as it may be what a launch before has left.
     """
@@ -85,6 +85,8 @@ def _gpu_share() -> float | None:
     if tool is None:
         return None
     asked = [tool, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        asked.append(f"--id={visible}")
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
         return max((float(line) / 100 for line in said.split()), default=None)

@@ -25,7 +25,7 @@ from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.lengths import check_length
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import ROLE_OWN, Record, attributes_of, value_of
-from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points, told_up_front
+from ds_hf.autotune.space import CHECKPOINTING, COMPILE, Setting, Space, config_of, key_of, points, told_up_front
 from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, last_error, samplers
 from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
@@ -46,7 +46,8 @@ LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 GUESSED = 1.5  # times what is kept to confirm, while no launch but the first was seen
-GOES_ON_SHARE = 0.5  # of a launch, where its processes are there
+GOES_ON_SHARE = 0.5  # of a launch, where its processes are there, and compile
+GOES_ON_COMPILED_SHARE = 0.25  # the same of what is not compiled, or was before
 BYTES_DOUBT = 0.05  # of a predicted peak, as the standard deviation of its logarithm
 TIE = 1e-6  # what a second a sample counts where samples at once do
 MANY = 1 << 62  # tokens
@@ -292,8 +293,12 @@ class Search:
         """Seconds to measure a setting from here."""
         if not self.launches.goes_on(setting):
             return self.typical() * self._launches_in(len(self._sizes(setting)))
-        others = sorted(record.seconds for record in self.launched() if record.goes_on)
-        return others[len(others) // 2] if others else GOES_ON_SHARE * self.typical()
+        launched = self.launched()
+        compiles = {record.key: _compiles(record.setting, launched[:at]) for at, record in enumerate(launched)}
+        new = _compiles(setting, launched)
+        others = sorted(record.seconds for record in launched if record.goes_on and compiles[record.key] == new)
+        share = GOES_ON_SHARE if new else GOES_ON_COMPILED_SHARE
+        return others[len(others) // 2] if others else share * self.typical()
 
     def _after(self) -> int:
         """Launches for which time is kept: the two best and the user's file in a turn, and one with more workers."""
@@ -581,6 +586,12 @@ def expected_gain(ratio: float, spread: float) -> float:
         return max(0.0, mean)
     density = statistics.NormalDist(mean, spread)
     return mean * (1 - density.cdf(0.0)) + spread**2 * density.pdf(0.0)
+
+
+def _compiles(setting: Setting, before: list[Record]) -> bool:
+    """Whether ``setting`` is the first whose blocks are compiled."""
+    how = setting.get(COMPILE)
+    return bool(how) and not any(record.points and record.setting.get(COMPILE) == how for record in before)
 
 
 def _short_hash(setting: Setting) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_hf.autotune.launches import Launches
 from ds_hf.autotune.result import Result
+from ds_hf.autotune.space import COMPILE
+from ds_hf.autotune.study import Search as Study
 from ds_hf.autotune.trial import Launch, LaunchOutcome
 from tests.autotune.conftest import KEPT
 from tests.autotune.world import World
@@ -66,6 +69,25 @@ def test_a_setting_beside_the_users_file_needs_no_start(timed: Search) -> None:
     assert world.spent == 49 + 6 + 2 * 30
     assert result.trusted
     assert result.gain == pytest.approx(1.3)
+
+
+def test_blocks_that_were_compiled_before_need_less() -> None:
+    """What processes that are there are expected to take: the first that compiles says nothing of the others."""
+
+    def record(seconds: float, goes_on: bool = True, **setting: Any) -> Any:
+        return SimpleNamespace(key=str(setting), setting=setting, points=[1], goes_on=goes_on, seconds=seconds)
+
+    launched = [record(49.0, goes_on=False, stage=2)]
+    there: Any = SimpleNamespace(goes_on=lambda _: True)
+    search: Any = SimpleNamespace(launches=there, typical=lambda: 40.0, launched=lambda: launched)
+    compiled = {COMPILE: "blocks"}
+    assert Study._takes(search, {"stage": 1}) == 10.0
+    assert Study._takes(search, {"stage": 1, **compiled}) == 20.0
+    launched.append(record(28.0, stage=2, **compiled))
+    assert Study._takes(search, {"stage": 1, **compiled}) == 10.0
+    launched += [record(6.0, stage=1), record(8.0, stage=1, **compiled), record(7.0, stage=0)]
+    assert Study._takes(search, {"stage": 0, **compiled}) == 7.0
+    assert Study._takes(search, {"stage": 0, COMPILE: "model"}) == 28.0
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from ds_hf.autotune.confirm import affordable
-from ds_hf.autotune.load import LoadMeter, warning_of
+from ds_hf.autotune.load import LoadMeter, gpu_share, warning_of
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.records import record_of
 from ds_hf.autotune.result import Result
@@ -172,6 +173,22 @@ def test_load_is_measured_and_warned_of() -> None:
     assert warning_of({"cpu": 1.5, "cores": 2.0}) == "other processes used 1.5 of 2 cores"
     assert warning_of({"cpu": 0.1, "cores": 2.0, "gpu": 0.6}) == "other processes used 60% of a GPU"
     assert warning_of({"cpu": 0.1, "cores": 2.0, "gpu": None}) == warning_of({}) == ""
+
+
+@pytest.mark.parametrize(("visible", "busiest"), [(None, 0.07), ("0", 0.03), ("GPU-b", 0.07)])
+def test_gpus_of_others_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, busiest: float
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=0) echo 3;; *--id=GPU-b) echo 7;; *--id*) exit 6;; *) echo 3; echo 7;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_share() == busiest
 
 
 def test_journals_of_older_searches_are_read() -> None:

@@ -187,6 +187,44 @@ def test_compiled_blocks(size: int, quick: bool) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
+def compiled_in_16_bits(kind: str, compile: Any, lora: bool, quick: bool) -> list[Any]:
+    """All experts on each process, by grouped products, which graphs know in bf16 alone."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: Any = build(kind, experts="grouped_mm", intermediate_size=32, moe_intermediate_size=32)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], target_parameters=targets))
+    more = {"bf16": {"enabled": True}, "ds_hf": {"compile": compile}}
+    engine, *_ = ds_hf.initialize(model=model, config=config(1, 3, **more))
+    found = run(with_quick_backend(engine) if quick and compile else engine, steps=3)
+    engine.destroy()
+    return [found["losses"], found["norms"]]
+
+
+def check_compiled_in_16_bits(kind: str, lora: bool, quick: bool) -> None:
+    eager, blocks = (
+        run_distributed(compiled_in_16_bits, 2, kind, how, lora, quick, timeout=200) for how in (False, "blocks")
+    )
+    for one, other in zip(eager, blocks, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=0.01)
+        assert one[1] == pytest.approx(other[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("gpt_oss", False),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", True, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_grouped_products(kind: str, lora: bool) -> None:
+    check_compiled_in_16_bits(kind, lora, quick=True)
+
+
 def lopsided(stage: int) -> dict[str, Any]:
     """All tokens choose the first process's experts."""
     torch.set_num_threads(1)

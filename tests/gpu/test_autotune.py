@@ -65,7 +65,7 @@ def test_operations_where_heads_of_queries_share_keys(kernel: str) -> None:
     sizes = ((8, 64), (2, 64), (2, 64))
     tensors = [torch.randn(2, heads, 128, width, device="cuda", dtype=torch.bfloat16) for heads, width in sizes]
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
-    with sdpa_kernel(SDPBackend[kernel]), FlopCounterMode(display=False, custom_mapping=products()) as counter:
+    with sdpa_kernel(getattr(SDPBackend, kernel)), FlopCounterMode(display=False, custom_mapping=products()) as counter:
         nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
     assert counter.get_total_flops() == 2 * (2 + 5) * 2 * 8 * 128 * 128 * 64
 

@@ -81,3 +81,9 @@ def test_experts_in_blocks() -> None:
     blocks.test_stages_train_as_peft_does_on_rounded_weights(2, "mixtral", [(2, 1, 2), (1, 3, 1)])
     for size, stage, compile in ((1, 3, False), (2, 2, "blocks")):
         blocks.test_what_rests_and_what_is_kept(size, stage, compile)
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("qwen3_moe", False), ("gpt_oss", False), ("qwen3_moe", True)])
+def test_compiled_grouped_products(kind: str, lora: bool) -> None:
+    """By inductor, with experts whose tokens fill no vectors."""
+    contract.check_compiled_in_16_bits(kind, lora, quick=False)

@@ -35,7 +35,11 @@ _KERNELS = {
     },
     "sum.cu": {"sum_parts": "*(Table*)a[0]"},
     "blocks.cu": {"to_blocks": "*(Blocks*)a[0]", "from_blocks": "*(Blocks*)a[0]"},
-    "rows.cu": {"add_up": "*(Rows*)a[0]", "gate": "*(Rows*)a[0]", "gate_backward": "*(Gate*)a[0]"},
+    "rows.cu": {
+        **dict.fromkeys(("add_up", "gate"), "*(Rows*)a[0]"),
+        **dict.fromkeys(("weigh", "weigh_backward"), "*(Weighed*)a[0]"),
+        "gate_backward": "*(Gate*)a[0]",
+    },
     "routes.cu": {
         **dict.fromkeys(("count_items", "group_items"), "*(Routes*)a[0]"),
         **dict.fromkeys(("label", "unlabel", "pick", "unpick"), "*(Labels*)a[0]"),

@@ -42,6 +42,28 @@ def test_rows_are_added_up_in_fp32(emulated: Any, dtype: torch.dtype, width: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_scale", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [3, 40, 600])
+def test_rows_times_numbers(
+    emulated: Any, dtype: torch.dtype, of_scale: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit as torch rounds; the sums of the numbers' gradients without rounding between."""
+    generator = torch.Generator().manual_seed(width)
+    x, grad = (torch.randn(19, width, generator=generator).to(dtype) for _ in range(2))
+    scale = torch.rand(19, 1, generator=generator).to(of_scale)
+    sums = (x.double() * grad.double()).sum(1, keepdim=True)
+    for kernel in (True, False):
+        monkeypatch.setattr(rows, "_by_kernel", lambda x, kernel=kernel: kernel)
+        assert torch.equal(rows.weigh(x, scale), (x * scale).to(dtype))
+        of_x, of_numbers = rows.weigh_backward(grad, x, scale)
+        assert torch.equal(of_x, (grad * scale).to(dtype))
+        assert of_numbers.dtype == of_scale
+        rounds = torch.bfloat16 in (dtype, of_scale) or (dtype is torch.float16 and not kernel)
+        close = 0.02 if rounds else 1e-5
+        torch.testing.assert_close(of_numbers.double(), sums, rtol=close, atol=close * width**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [3, 16, 40])
 def test_the_gate_and_its_gradient(
     emulated: Any, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
@@ -99,8 +121,8 @@ def test_other_activations(
 
 @pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 def test_cuda_compiles_and_spills_nothing() -> None:
-    for value, act in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0)):
-        macros = (*rows.TUNING.macros, ("DS_VALUE", value), ("DS_GATE", act))
+    for value, act, other in ((0, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (2, 0, 2)):
+        macros = (*rows.TUNING.macros, ("DS_VALUE", value), ("DS_GATE", act), ("DS_OTHER", other))
         frames = cubin.frame_nbytes(cubin.compiled(cuda_build.program_text("rows.cu", macros), "sm_90"))
         assert len(frames) >= 3
         assert max(frames.values()) <= 8, frames

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hf.engine.ops import rows
 from ds_hf.engine.parallel.experts.adapters import adapted, adapters_of, whole_delta
 
-__all__ = ["InFewBits", "compute_by_own", "compute_routes", "reads_blocks", "values_in_place"]
+__all__ = ["InFewBits", "compute_by_own", "compute_routes", "reads_blocks", "values_in_place", "weigh"]
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
@@ -52,7 +52,27 @@ def compute_routes(
     y = _linear(y, parts, names[1], ends, experts)
     if getattr(parts, "has_post_expert_norm", False):  # not in transformers 5.17
         y = parts.post_expert_norm(y)
-    return (y * scale).to(x.dtype)
+    return weigh(y, scale) if y.dtype == x.dtype else (y * scale).to(x.dtype)
+
+
+def weigh(y: Tensor, scale: Tensor) -> Tensor:
+    """``y * scale`` in the dtype of ``y``, ``[routes, width]``: what experts gave and its weights, ``[routes, 1]``."""
+    return cast(Tensor, _Weigh.apply(y, scale))  # type: ignore[no-untyped-call]
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, scale: Tensor) -> Tensor:
+        y, scale = y.contiguous(), scale.contiguous()
+        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, scale)
+        return rows.weigh(y, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, scale = ctx.saved_tensors
+        grad = grad.contiguous()
+        return (rows.weigh(grad, scale), None) if y is None else rows.weigh_backward(grad, y, scale)
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
@@ -82,7 +102,7 @@ def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) ->
     stack = _stack(module, name)
     weight = getattr(module, name) if stack is None else module._parameters[name]
     if stack is None:
-        y = _multiply(x, weight if module.is_transposed else weight.mT, offs=ends)
+        y = _product(x, weight if module.is_transposed else weight.mT, ends)
     elif len(x) < len(weight) and not torch.is_grad_enabled():  # a token that is generated reads few experts
         few = stack.values(weight[experts])
         y = torch.bmm(x[:, None], few if module.is_transposed else few.mT)[:, 0]
@@ -92,6 +112,34 @@ def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) ->
         first, second = (left, right) if module.is_transposed else (right.mT, left.mT)
         y = torch.add(y, _low_rank(x, first, second, ends), alpha=scaling)
     return _add_bias(y, getattr(module, f"{name}_bias"), experts, ends) if module.has_bias else y
+
+
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``x @ weight`` for the routes of each expert, ``[routes, n]``; ``weight``: ``[experts, k, n]``."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _Product.apply(x, weight, ends))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _multiply(x, weight, offs=ends))
+
+
+class _Product(torch.autograd.Function):
+    """As torch has it, but for the gradient of the weight in compiled graphs: see ``rows.grouped_outer``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return cast(Tensor, _multiply(x, weight, offs=ends))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad, of_x, of_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            of_x = _multiply(grad, weight.mT, offs=ends)
+        if ctx.needs_input_grad[1]:
+            by_columns = weight.stride(-2) == 1
+            of_weight = rows.grouped_outer(grad, x, ends).mT if by_columns else rows.grouped_outer(x, grad, ends)
+        return of_x, of_weight, None
 
 
 def _add_bias(y: Tensor, bias: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
@@ -115,7 +163,7 @@ class _AddBias(torch.autograd.Function):
             return grad, None, None, None
         grad = grad.contiguous()
         ones = grad.new_ones(len(grad), 16 // grad.element_size())  # as few columns as the product knows
-        found: Tensor = _multiply(ones.mT, grad, offs=ctx.saved_tensors[0])
+        found = rows.grouped_outer(ones, grad, ctx.saved_tensors[0])
         return grad, found[:, 0].to(ctx.dtype), None, None
 
 
@@ -168,8 +216,7 @@ def _low_rank(x: Tensor, first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
     filled with zeros."""
     missing = -first.shape[-1] % (16 // x.element_size())
     first, second = (nn.functional.pad(each, (0, missing)) for each in (first.to(x.dtype), second.mT.to(x.dtype)))
-    y: Tensor = _multiply(_multiply(x, first, offs=ends), second.contiguous().mT, offs=ends)
-    return y
+    return _product(_product(x, first, ends), second.contiguous().mT, ends)
 
 
 def compute_by_own(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.parallel.experts.compute import weigh
 from ds_hf.engine.parallel.experts.dispatch import dispatched
 from ds_hf.engine.parallel.experts.exchange import outside_graphs
 from ds_hf.engine.parallel.tensor.functions import Place
@@ -127,7 +128,7 @@ class SeparateExperts(nn.Module):
             result = result[0] if isinstance(result, tuple) else result  # beside it a bias, in Megatron-LM
             results.append(result.reshape(-1, x.shape[1])[: len(part)])
         result = torch.cat(results)
-        return (result * scale).to(result.dtype)
+        return weigh(result, scale)
 
 
 @torch.no_grad()
