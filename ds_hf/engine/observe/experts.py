@@ -41,41 +41,54 @@ class BalancedEngine(Protocol):
     global_samples: int
 
 
+class _Counter:
+    """Counts the tokens of one layer, by a hook whose code is the same for all layers: compiled blocks that are alike
+    share their graphs, so nothing that differs between layers may be a constant in it, and a layer's counts have memory
+    of their own, whose alignment is that of the others.
+
+    Attributes:
+        row: int64 ``[experts + 1]``: routes to each expert since they were told last, and to none.
+        top: experts of a token. called: whether any came, also of models that train in ``eval()``.
+    """
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.row = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+        self.top, self.called = 1, False
+
+    def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        chosen = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if "ind" in k), None)
+        if not isinstance(chosen, Tensor):
+            return
+        self.called = True
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self.top = chosen.shape[-1]
+        flat = chosen.reshape(-1).long().clamp(0, self.row.shape[0] - 1)
+        self.row.scatter_add_(0, flat, torch.ones_like(flat))
+
+
 class Balance(Observer):
     """Counts the tokens of each expert while ``engine`` trains.
 
     Attributes:
-        counts: int64 ``[layers, experts + 1]``: routes to each expert since they were told last, and to none.
-        total: of this process, until then.
-        top: experts of a token, by layer.
+        counters: of the layers, in their order.
+        total: int64 ``[layers, experts + 1]``: routes of this process, until they were told last.
     """
 
     def __init__(self, engine: BalancedEngine, layers: list[ExpertLayer]) -> None:
         self.engine, self.layers = engine, layers
         most = max(layer.count for layer in layers)
-        self.counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=engine.device)
-        self.total = torch.zeros_like(self.counts)
-        self.top = [1] * len(layers)
+        self.counters = [_Counter(most, engine.device) for _ in layers]
+        self.total = self._counts()
         self._steps = 0
-        self._called = set[int]()
         self._hooks = [
-            layer.module.register_forward_pre_hook(self._counter(index), with_kwargs=True)
-            for index, layer in enumerate(layers)
+            layer.module.register_forward_pre_hook(counter.count, with_kwargs=True)
+            for layer, counter in zip(layers, self.counters, strict=True)
         ]
 
-    def _counter(self, index: int) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            chosen = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if "ind" in k), None)
-            if not isinstance(chosen, Tensor):
-                return
-            self._called.add(index)  # also of models that train in eval()
-            if not (module.training and torch.is_grad_enabled()):
-                return
-            self.top[index] = chosen.shape[-1]
-            flat = chosen.reshape(-1).long().clamp(0, self.counts.shape[1] - 1)
-            self.counts[index].scatter_add_(0, flat, torch.ones_like(flat))
-
-        return count
+    def _counts(self) -> Tensor:
+        """int64 ``[layers, experts + 1]``, since they were told last."""
+        return torch.stack([counter.row for counter in self.counters])
 
     def after_step(self, engine: Any) -> None:
         """Every ``STEPS`` steps, at the same moment on all processes: an outcome is known to each when it asks."""
@@ -87,7 +100,7 @@ class Balance(Observer):
 
     def _tell_uncalled(self) -> None:
         """A block that takes weights of its experts and computes by itself has those of this process alone."""
-        names = [layer.name for index, layer in enumerate(self.layers) if index not in self._called]
+        names = [layer.name for layer, each in zip(self.layers, self.counters, strict=True) if not each.called]
         if names:
             warn_once(
                 f"no token came to {names[0]} and {len(names) - 1} other layers of divided experts in the first step. "
@@ -98,12 +111,13 @@ class Balance(Observer):
 
     def tell(self) -> None:
         """Write events, and warn of routers that have collapsed. Collective."""
-        self.total += self.counts
-        collectives.all_reduce_sum(self.counts, self.engine.mesh.world, "tokens of experts")
-        rows = self.counts.tolist()
-        self.counts.zero_()
+        counts = self._counts()
+        self.total += counts
+        collectives.all_reduce_sum(counts, self.engine.mesh.world, "tokens of experts")
+        torch._foreach_zero_([counter.row for counter in self.counters])
         fullest, unused = 0.0, 0
-        for layer, row, top in zip(self.layers, rows, self.top, strict=True):
+        for layer, counter, row in zip(self.layers, self.counters, counts.tolist(), strict=True):
+            top = counter.top
             tokens = sum(row) / top
             if not tokens:
                 continue
@@ -128,10 +142,10 @@ class Balance(Observer):
         """For a report: of each layer its name, how many processes divide it, experts of a token, and the routes of
         this process to each."""
         size = self.engine.mesh.shape.expert
-        rows = (self.total + self.counts).tolist()
+        rows = (self.total + self._counts()).tolist()
         return [
-            {"name": layer.name, "processes": size, "top": top, "routes": row[: layer.count]}
-            for layer, row, top in zip(self.layers, rows, self.top, strict=True)
+            {"name": layer.name, "processes": size, "top": counter.top, "routes": row[: layer.count]}
+            for layer, counter, row in zip(self.layers, self.counters, rows, strict=True)
         ]
 
     def close(self) -> None:

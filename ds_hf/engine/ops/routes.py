@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_hf.engine.ops import cuda, cuda_launch
+from ds_hf.engine.ops import cuda, cuda_launch, library
 from ds_hf.engine.ops.cuda_launch import KernelMachine, Tuning
 
 __all__ = ["Groups", "group", "group_by_process", "label", "pick", "unlabel", "unpick"]
@@ -61,11 +61,40 @@ class Groups(NamedTuple):
 
 def group(keys: Tensor, groups: int) -> Groups:
     """By their numbers ``keys``, of a whole dtype, ``[places, each]``; others than ``range(groups)`` have no group."""
+    if torch.compiler.is_compiling():
+        return Groups(*torch.ops.ds_hf.group_items(keys, groups))
     if not _by_kernel(keys, groups):
         return _grouped(keys, groups)
     found = _empty(keys, keys.shape[1], groups)
     _launch_group(keys, found, keys.shape[1], groups)
     return found
+
+
+def _group_apart(keys: Tensor, groups: int) -> Groups:
+    """``group`` in memory of their own each, as graphs want what an operator returns."""
+    if not _by_kernel(keys, groups):
+        return _grouped(keys, groups)
+    found = _empty_apart(keys, groups)
+    _launch_group(keys, found, keys.shape[1], groups)
+    return found
+
+
+def _empty_apart(keys: Tensor, groups: int) -> Groups:
+    places, each = keys.shape
+    sizes = [places * each] * 4 + [places, places * each, groups]
+    numbers = [keys.new_empty(size, dtype=torch.int64) for size in sizes]
+    order, place, found, by_place, starts, number, totals = numbers
+    ends = keys.new_empty(groups, dtype=torch.int32)
+    return Groups(order, place, found, by_place, starts, number, totals, ends)
+
+
+library.define(
+    "group_items",
+    f"(Tensor keys, int groups) -> ({', '.join('Tensor' for _ in Groups._fields)})",
+    _group_apart,
+    (),
+    _empty_apart,
+)
 
 
 def group_by_process(experts: Tensor, count: int, rank: int, size: int) -> Groups:

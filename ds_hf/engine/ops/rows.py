@@ -65,6 +65,12 @@ def add_up(x: Tensor, items: Tensor, starts: Tensor) -> Tensor:
         x: ``[n, width]``, contiguous; items: int64 ``[m]``, rows of ``x``, those of each place together.
         starts: int64 ``[places]``: where those of each place begin in ``items``.
     """
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.ds_hf.add_rows(x, items, starts))
+    return _add_up(x, items, starts)
+
+
+def _add_up(x: Tensor, items: Tensor, starts: Tensor) -> Tensor:
     if not len(items) or not len(starts):
         return x.new_zeros(len(starts), x.shape[1])
     if not _by_kernel(x):
@@ -162,6 +168,13 @@ def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(len(ends), left.shape[1], right.shape[1])
 
 
+library.define(
+    "add_rows",
+    "(Tensor x, Tensor items, Tensor starts) -> Tensor",
+    _add_up,
+    (),
+    lambda x, items, starts: x.new_empty(len(starts), x.shape[1]),
+)
 library.define("grouped_outer", "(Tensor left, Tensor right, Tensor ends) -> Tensor", _grouped_outer, (), _empty_outer)
 
 
