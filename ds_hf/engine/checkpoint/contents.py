@@ -139,7 +139,7 @@ def live_entries(
     """
     entries: dict[str, TensorEntry] = {}
     for index, buffer in enumerate(flat_buffers(engine)):
-        if is_left_out(buffer.params, exclude_frozen):
+        if is_left_out(engine, buffer.params, exclude_frozen):
             report.excluded += names_of(engine, buffer) if buffer.axis.rank == 0 else []
             continue
         written = [
@@ -377,7 +377,7 @@ def _whole_entries(
         cut = cut_in(param)
         if not holders.writes_whole(name, cut):
             continue
-        if is_left_out([param], exclude_frozen):
+        if is_left_out(engine, [param], exclude_frozen):
             report.excluded.append(name)
             continue
         key = loose_key(name)

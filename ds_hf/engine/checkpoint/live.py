@@ -129,9 +129,15 @@ def names_of(engine: Checkpointable, buffer: FlatBuffer) -> Sequence[str]:
     return [parameter_name(engine, param) for param in buffer.params]
 
 
-def is_left_out(params: Iterable[Tensor], exclude_frozen: bool) -> bool:
-    """Whether a checkpoint without frozen parameters has nothing of ``params``, which are stored together."""
-    return exclude_frozen and not any(param.requires_grad or is_resized(param) for param in params)
+def is_left_out(engine: Checkpointable, params: Iterable[Tensor], exclude_frozen: bool) -> bool:
+    """Whether a checkpoint without frozen parameters has nothing of ``params``, which are stored together.
+
+    What has trained stays in it: an adapter that is switched off for a while is frozen, too.
+    """
+    if not exclude_frozen or any(param.requires_grad or is_resized(param) for param in params):
+        return False
+    homes = [home for param in params if (home := home_of(param)) is not None]
+    return engine.optimizer is None or not any(engine.optimizer.updates(home.buffer) for home in homes)
 
 
 def adapter_names(module: nn.Module) -> frozenset[str]:

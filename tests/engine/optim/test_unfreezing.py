@@ -279,13 +279,13 @@ def test_in_turns_inside_a_step() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def save_all(folder: str, stage: int, steps: int) -> None:
+def save_all(folder: str, stage: int, steps: int, trained_alone: bool) -> None:
     """``folder/middle`` after so many steps; the weights at the end beside it."""
     engine = engine_of(stage, "AdamW", 1)
     for step in range(len(STEPS)):
         engine_step(engine, step, 1)
         if step + 1 == steps:
-            engine.save_checkpoint(folder, tag="middle")
+            engine.save_checkpoint(folder, tag="middle", exclude_frozen_parameters=trained_alone)
     weights = full_weights(engine.module)
     if dist.get_rank() == 0:
         torch.save(weights, Path(folder) / "end.pt")
@@ -305,11 +305,11 @@ def resume_all(folder: str, steps: int, cases: list[tuple[int, bool, dict[str, A
         engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "steps"), [(0, 4), (3, 6)])
-def test_resuming(stage: int, steps: int, tmp_path: Path) -> None:
-    """After some were unfrozen, and after some of those were frozen again."""
+@pytest.mark.parametrize(("stage", "steps", "trained_alone"), [(0, 4, False), (3, 6, False), (3, 6, True)])
+def test_resuming(stage: int, steps: int, trained_alone: bool, tmp_path: Path) -> None:
+    """After some were unfrozen, and after some of those were frozen again: these have trained, and are saved."""
     cases = [(stage, False, {}), (3 - stage, True, {}), (2, False, {"offload_optimizer": {"device": "cpu"}})]
-    run_distributed(save_all, 2, str(tmp_path), stage, steps, timeout=30)
+    run_distributed(save_all, 2, str(tmp_path), stage, steps, trained_alone, timeout=30)
     run_distributed(resume_all, 2, str(tmp_path), steps, cases, timeout=60)
 
 
