@@ -7,6 +7,7 @@ of adapters of layers that processes divide.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -15,13 +16,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ds_hf.engine.zero.access import safe_get_full_grad
+from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.building import opening
 from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
+from ds_hf.hf.loss import with_values
 
-__all__ = ["wrap_corda", "wrap_eva", "wrap_loading", "wrap_tokens", "wrap_tuners"]
+__all__ = ["wrap_adalora", "wrap_corda", "wrap_eva", "wrap_loading", "wrap_tokens", "wrap_tuners"]
 
 
 def wrap_tuners(module: ModuleType) -> None:
@@ -34,6 +39,11 @@ def wrap_loading(module: ModuleType) -> None:
     """Hook of ``peft.utils.save_and_load``: of an adapter from a file, ``modules_to_save`` are copies in shards."""
     wrap(module, "set_peft_model_state_dict", _into_whole_adapters)
     wrap(module, "get_peft_model_state_dict", _whole_alone)
+
+
+def wrap_adalora(module: ModuleType) -> None:
+    """Hook of ``peft.tuners.adalora.model``."""
+    wrap(module, "AdaLoraModel.update_and_allocate", _allocating)
 
 
 def wrap_tokens(module: ModuleType) -> None:
@@ -106,6 +116,24 @@ def _whole_alone(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwa
                 "give what the first gets as state_dict= of save_pretrained or get_peft_model_state_dict"
             )
     return found
+
+
+def _allocating(wrapped: Callable[..., Any], adapted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trained = [param for param in adapted.parameters() if param.requires_grad and home_of(param) is not None]
+    if not trained:
+        return wrapped(*args, **kwargs)
+    layers = importlib.import_module("peft.tuners.adalora.layer")  # asks safe_get_full_grad if there is a configuration
+    try:  # what is written by the first process reaches masters, too
+        with with_values(layers, deepspeed_config=dict), GatheredParameters(trained, modifier_rank=0):
+            return wrapped(*args, **kwargs)
+    except TypeError as error:
+        if any(safe_get_full_grad(param) is not None for param in trained):
+            raise
+        raise DsHfError(
+            "update_and_allocate() of AdaLoRA reads gradients, and there are none: call it after engine.backward(loss) "
+            "and before engine.step(). The Trainer and accelerate's backward() make the step themselves: leave the "
+            "call out there, so that all adapters keep init_r, or train in a loop with ds_hf.initialize()"
+        ) from error
 
 
 def _rows(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

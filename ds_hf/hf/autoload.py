@@ -42,6 +42,7 @@ HOOKS = {
     "accelerate.utils.dataclasses": ("ds_hf.hf.accelerate_state", "wrap_plugin"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "peft.tuners.tuners_utils": ("ds_hf.hf.adapters", "wrap_tuners"),
+    "peft.tuners.adalora.model": ("ds_hf.hf.adapters", "wrap_adalora"),
     "peft.tuners.trainable_tokens.layer": ("ds_hf.hf.adapters", "wrap_tokens"),
     "peft.tuners.lora.corda": ("ds_hf.hf.adapters", "wrap_corda"),
     "peft.tuners.lora.eva": ("ds_hf.hf.adapters", "wrap_eva"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_hf
+from ds_hf.engine.zero.access import safe_get_full_fp32_param
 from ds_hf.engine.zero.at_rest import Released
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
@@ -181,3 +183,56 @@ def test_rows_of_a_resized_embedding_are_saved_with_adapters(stages: tuple[int, 
         assert whole
         assert same
         assert not kept
+
+
+def allocate(stage: int, bf16: bool) -> tuple[float, bool, int, str]:
+    """The largest difference of weights from PEFT's alone, whether the same ranks are left, how many masters are 0, and
+    what is said where the gradients are gone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    settings = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 4}
+    lora = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=TARGETS, **settings)
+
+    def adapters() -> Any:
+        torch.manual_seed(2)
+        return peft.get_peft_model(LlamaForCausalLM(SHAPE), copy.deepcopy(lora)).train()
+
+    plain, model = adapters(), adapters()
+    optimizer = torch.optim.SGD([param for param in plain.parameters() if param.requires_grad], lr=0.1)
+    more = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **({"bf16": {"enabled": True}} if bf16 else {})}
+    settings_of_engine = base_config(stage, **more)
+    alive = HfDeepSpeedConfig({**settings_of_engine, "train_batch_size": world})
+    engine = ds_hf.initialize(model=model, config=settings_of_engine)[0]
+    for step in range(4):
+        for each in range(world):
+            (plain(input_ids=tokens(step, each), labels=tokens(step, each)).loss / world).backward()
+        engine.backward(engine(input_ids=tokens(step, rank), labels=tokens(step, rank)).loss)
+        for net in (plain, model):
+            net.base_model.update_and_allocate(step)
+        if step == 3:  # the last of them writes, and no step comes after it
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    trained = {name: param for name, param in model.named_parameters() if "lora_E" in name}
+    masters = [safe_get_full_fp32_param(param) for param in trained.values()]
+    zeros = sum(int((master == 0).sum()) for master in masters if master is not None)
+    weights, wanted = full_weights(model), dict(plain.named_parameters())
+    worst = max((weights[name].float() - param.detach()).abs().max().item() for name, param in wanted.items())
+    kept = model.peft_config["default"].rank_pattern == plain.peft_config["default"].rank_pattern
+    engine.step()
+    engine.backward(engine(input_ids=tokens(4, rank), labels=tokens(4, rank)).loss)
+    engine.step()
+    with pytest.raises(DsHfError) as caught:
+        model.base_model.update_and_allocate(1)
+    engine.destroy()
+    del alive
+    return worst, kept, zeros, str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(3, False), (2, True)])
+def test_adalora_allocates_where_weights_are_divided_or_rounded(stage: int, bf16: bool) -> None:
+    for worst, kept, zeros, told in run_distributed(allocate, 2, stage, bf16):
+        assert worst == pytest.approx(0, abs=0.05 if bf16 else 2e-6)
+        assert bf16 or kept
+        assert zeros >= 8, "half of four ranks of four layers"
+        assert "before engine.step()" in told
