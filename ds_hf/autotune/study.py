@@ -13,6 +13,8 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -25,7 +27,17 @@ from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.lengths import check_length
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import ROLE_OWN, Record, attributes_of, value_of
-from ds_hf.autotune.space import CHECKPOINTING, COMPILE, Setting, Space, config_of, key_of, points, told_up_front
+from ds_hf.autotune.space import (
+    CHECKPOINTING,
+    COMPILE,
+    Setting,
+    Space,
+    config_of,
+    divides_as_given,
+    key_of,
+    points,
+    told_up_front,
+)
 from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, last_error, samplers
 from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
@@ -111,6 +123,13 @@ class Search:
             self.tokens = check_length(self.command, own.events)
         self.launches.refer(own.events)
         facts = own.events["facts"]
+        if self._keeps_division(own.events, own.points):
+            self.options = replace(self.options, fix=(*self.options.fix, "train_micro_batch_size_per_gpu"))
+            self.view.say(
+                "the division of the global batch stays: the model's loss is a mean over each micro-batch, which the "
+                "Trainer does not divide by their number, so that another division has other gradients. "
+                "model.accepts_loss_kwargs = False, before the Trainer is made, mends that and frees the division"
+            )
         self.space = self._make_space(own.events)
         points = [] if self.launches.seeks_length else own.points  # of other lengths than what was surveyed
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in points}
@@ -121,6 +140,12 @@ class Search:
         self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
         for record in self.journal.records():
             self._learn(record)
+
+    def _keeps_division(self, events: dict[str, Any], measured: Sequence[Point]) -> bool:
+        """Whether a step's gradients depend on its division, which so has to stay where it fits."""
+        means = bool(events.get("survey", {}).get("means")) and not divides_as_given(self.options)
+        fits = any(point.micro == events["facts"]["micro"] for point in measured)
+        return means and fits and self.options.metric not in (Metric.BATCH, Metric.LENGTH)
 
     def _tell_up_front(self) -> None:
         """Before the first launch, which alone knows what the model can: as if it could all."""
@@ -188,6 +213,8 @@ class Search:
             raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
         if "facts" not in outcome.events:
             raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)
+        if self._keeps_division(outcome.events, outcome.points):
+            outcome.points = [p for p in outcome.points if p.micro == outcome.events["facts"]["micro"]]
         space = self._make_space(outcome.events)
         own = space.plain(space.own)
         self.launches.note(own, outcome)

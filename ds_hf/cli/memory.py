@@ -460,10 +460,20 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
         processes += f", {stages} stages,"
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
-        f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
+        f": {_count(total)} parameters{trains}; micro-batch {batch}{_tokens(subject)}; {processes} with "
         f"{_gib(machine.device_memory)} GiB each"
         + ("" if machine.host_memory is None else f"; a host has {_gib(machine.host_memory)} GiB"),
     )
+
+
+def _tokens(subject: Subject) -> str:
+    """Of a sample, where it has some: images have none."""
+    from ds_hf.memory.models import example_inputs
+
+    workload = subject.predictor.workload
+    inputs = example_inputs(subject.predictor.model, workload).values()
+    sizes = [tuple(value.shape[1:]) for value in inputs if hasattr(value, "shape")]
+    return f" x {workload.seq_len} tokens" if any(workload.seq_len in size for size in sizes) else ""
 
 
 def _shown(subject: Subject, table: list[Row]) -> Row | None:

@@ -32,7 +32,7 @@ from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import ConfigError
 
-__all__ = ["initialize", "rehearsing"]
+__all__ = ["initialize", "is_rehearsed", "rehearsing"]
 
 
 StandIn = Callable[..., tuple[Any, Any, Any, Any]]
@@ -188,6 +188,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if given is None and named is None:
         raise ConfigError("no configuration: give initialize(config=...), or --deepspeed_config on the command line")
     return named if given is None else given
+
+
+def is_rehearsed() -> bool:
+    """Whether a script is only looked at: by one process, however many the training is to have."""
+    return _stand_in.get() is not None
 
 
 @contextmanager

@@ -88,7 +88,9 @@ def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwar
     if given["ds_key_long"] == "train_batch_size":
         asked, shared = config.get_value("train_batch_size"), config.get_value("sequence_parallel_size", 1)
         shared *= config.get_value("tensor_parallel.autotp_size") or 1
-        if isinstance(asked, int) and asked * shared == given["hf_val"]:
+        from ds_hf.deepspeed_api.initialize import is_rehearsed
+
+        if isinstance(asked, int) and (asked * shared == given["hf_val"] or is_rehearsed()):
             return None
         config.ds_hf_total_is_open = asked == "auto" or getattr(config, "ds_hf_total_is_open", False)
     return wrapped(*args, **kwargs)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from ds_hf.engine.modules.own_loss import ignores_items
 from ds_hf.errors import ConfigError
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
@@ -346,6 +347,8 @@ def _compute_loss(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) ->
             return wrapped(**given)
     items, processes = given.get("num_items_in_batch"), engine.axis.world_size
     own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    if not own and items is not None and trainer.model.training and trainer.model_accepts_loss_kwargs:
+        _tell_of_means(trainer, processes)
     if own or processes == 1 or not (trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs):
         return wrapped(*args, **kwargs)
     if items is None or not _adds_to_the_sum(_bare_model(trainer)):
@@ -353,6 +356,22 @@ def _compute_loss(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) ->
     given["num_items_in_batch"] = items / processes
     with with_values(trainer.args, average_tokens_across_devices=False):
         return wrapped(**given)
+
+
+def _tell_of_means(trainer: Any, processes: int) -> None:
+    """Once: the model computes a mean, which the Trainer takes for a part of the step's sum."""
+    if "_ds_told_of_means" in vars(trainer):
+        return
+    trainer._ds_told_of_means = True
+    model, steps = _bare_model(trainer), trainer.args.gradient_accumulation_steps
+    factor = steps * (processes if trainer.args.average_tokens_across_devices else 1)
+    if factor > 1 and ignores_items(model):
+        warn_once(
+            f"{type(model).__name__}'s loss is a mean over each micro-batch, which transformers' Trainer takes for a "
+            f"part of one over the whole step: losses and gradients are {factor} times as large as those of the same "
+            "step on one process without accumulation, with DeepSpeed and without it. With model.accepts_loss_kwargs = "
+            "False, before the Trainer is made, the Trainer divides them"
+        )
 
 
 def _adds_to_the_sum(model: Any) -> bool:

@@ -79,8 +79,8 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
         in_arguments = pair.value(arguments)
         if in_file is None or in_file == "auto" or in_arguments is None or _same(in_file, in_arguments):
             continue
-        if pair.pointer == "/train_batch_size" and in_file * _shared(config) == in_arguments:
-            continue  # processes that share layers, or a sequence, read the same samples
+        if pair.pointer == "/train_batch_size" and (in_file * _shared(config) == in_arguments or _is_rehearsed()):
+            continue  # processes that share layers, or a sequence, read the same samples; how many is not known yet
         origin = config.provenance.get(pair.pointer)
         yield Fault(
             pair.pointer,
@@ -88,6 +88,12 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
             f'write "auto" in the file, or give the same value to {pair.argument}',
             origin.line if origin is not None else None,
         )
+
+
+def _is_rehearsed() -> bool:
+    from ds_hf.deepspeed_api.initialize import is_rehearsed
+
+    return is_rehearsed()
 
 
 def _shared(config: Config) -> int:

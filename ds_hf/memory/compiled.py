@@ -9,7 +9,10 @@ Dynamo itself cannot take part: it leaves code alone as long as a dispatch mode,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import logging
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.memory.kernels import AsOnCuda
+from ds_hf.memory.prediction import UnpredictableError
 
 __all__ = ["CompiledBlocks"]
 
@@ -68,7 +72,7 @@ class CompiledBlocks:
         try:
             if kind not in self._codes:
                 code = self._trace(_Holder(block, forward), list(states), leaves, form)
-                with _disable_current_modes():  # the first call traces
+                with _disable_current_modes(), _told_by_us(), _nothing_recorded():  # the first call traces
                     code(list(states.values()), tensors)
                 self._codes[kind] = code
             return self._codes[kind](list(states.values()), tensors)
@@ -108,6 +112,39 @@ class CompiledBlocks:
             partition_fn=divide,
             decompositions=select_decomp_table(),
         )
+
+
+@contextmanager
+def _told_by_us() -> Iterator[None]:
+    """torch logs a traceback of an operator that it cannot trace; here the block counts as eager."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    before = told.level
+    told.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        told.setLevel(before)
+
+
+@contextmanager
+def _nothing_recorded() -> Iterator[None]:
+    """Hooks of transformers record outputs of a block's modules (router logits, for the balance of experts): none that
+    were made while it was traced stay.
+
+    Raises:
+        UnpredictableError: there were such, which divided code would not give.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    recorded = {} if collector is None else {k: v for k, v in (collector.get() or {}).items() if isinstance(v, list)}
+    before = {name: len(outputs) for name, outputs in recorded.items()}
+    try:
+        yield
+    finally:
+        grown = [name for name, outputs in recorded.items() if len(outputs) > before[name]]
+        for name in grown:
+            del recorded[name][before[name] :]
+    if grown:
+        raise UnpredictableError(f"{', '.join(grown)} of its modules are recorded outside of it")
 
 
 class _Holder(nn.Module):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ds_hf.config import load_config
 from ds_hf.engine.modules.positions import positions_of
 from ds_hf.memory.adapters import LoraRequest, add_lora, load_in
@@ -168,7 +170,7 @@ def _workload(script: Path, learned: Learned, request: Request, notes: list[str]
         inputs = with_length(inputs, shape[1], request.seq_len)
     elif shape is not None:
         notes.append(f"sequences of {shape[1]} tokens, as in the script's first batch; --seq-len for other ones")
-    samples = shape[0] if shape else 1
+    samples = shape[0] if shape else next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), 1)
     return Workload(
         micro_batch=request.micro_batch or samples,
         seq_len=request.seq_len or (shape[1] if shape else DEFAULT_LENGTH),

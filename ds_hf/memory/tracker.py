@@ -74,7 +74,8 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _SCALAR and args[0].is_meta:
-            return 1  # "is the mask all ones?": batches without padding, which take the most
+            # "Is the mask all ones?", "are there as many tokens as features?": batches without padding take the most.
+            return True if args[0].dtype is torch.bool else 1
         result = self._results(func, args, kwargs or {})
         for tensor in _tensors(result):
             self._see(tensor)

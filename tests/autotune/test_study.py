@@ -235,6 +235,17 @@ def test_interval_for_the_global_batch(search: Search) -> None:
     assert result.config["train_batch_size"] > 128
 
 
+def test_where_gradients_depend_on_the_division_it_stays(search: Search, tmp_path: Path) -> None:
+    """T5 at 8 x 1 trained with an eighth of the gradients of 1 x 8, and that was proposed."""
+    world = World(memory=3_000 * MIB, said={"means": True})
+    result = search(world)
+    own = (GLOBAL_MICRO, GLOBAL_STEPS)
+    assert {(int(row["micro"]), int(row["accumulation"])) for row in result.table if row["micro"]} == {own}
+    tree = json.loads((tmp_path / "results" / "ds_config.tuned.json").read_text())
+    assert (tree["train_micro_batch_size_per_gpu"], tree["gradient_accumulation_steps"]) == own
+    assert found(result) > 1.02 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
+
+
 def test_fixed_stage_stays(search: Search) -> None:
     world = World(memory=2_000 * MIB)
     result = search(world, tune=("gradient_checkpointing",))

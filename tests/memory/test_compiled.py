@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from ds_hf.memory import Predictor, Workload
 from ds_hf.memory.compiled import CompiledBlocks
@@ -56,3 +57,34 @@ def test_what_cannot_be_traced_stays_as_it_is() -> None:
     assert len(compiled.eager) == 1
     compiled.remove()
     assert not any("forward" in vars(block) for block in blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_logits_that_are_recorded_outside_a_block(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the traced block stayed among them ("'NoneType' object has no attribute 'export'")."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(
+        **sizes, vocab_size=64, num_hidden_layers=2, num_local_experts=4, output_router_logits=True, use_cache=False
+    )
+    model = MixtralForCausalLM(config).to(dtype)
+    tokens = torch.ones(2, 16, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": tokens}
+    predictor = Predictor(model, Workload(micro_batch=2, inputs=inputs))
+    files = [{"ds_hf": {"compile": compile}, "zero_optimization": {"stage": 2}} for compile in (False, "blocks")]
+    files = [{**file, "bf16": {"enabled": dtype is torch.bfloat16}} for file in files]
+    eager, compiled = (predictor.predict(file, micro_batch=2).device_peak for file in files)
+    assert compiled == eager
+    assert "Traceback" not in caplog.text
+
+
+def test_a_check_of_values_is_taken_to_hold() -> None:
+    """As many image tokens as features (Gemma 3): "cond must be a bool, but got <class 'int'>"."""
+
+    class Checks(Squares):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            torch._check_tensor_all_with(ValueError, (x != 0).sum() == x.numel(), lambda: "not as many")
+            return {"loss": self.linear(x).sum()}
+
+    config = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}
+    predictor = Predictor(Checks(), Workload(micro_batch=2, inputs={"x": torch.ones(2, 8)}))
+    assert predictor.predict(config, micro_batch=2).device_peak > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -86,6 +88,23 @@ def test_a_trainer(tmp_path: Path) -> None:
     assert subject.predictor.workload.gradient_checkpointing is None
     assert subject.predictor.model.model.gradient_checkpointing, "as the script has it"
     assert subject.predictor.predict(subject.config).micro_batch == 3
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_batch_of_more_processes_than_look_at_the_script(tmp_path: Path, as_file: bool) -> None:
+    """A file for 8 processes was refused: a script is looked at by one."""
+    batch = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    config = {**batch, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config), "utf-8")
+    given = repr(str(tmp_path / "ds.json")) if as_file else repr(config)
+    arguments = f"gradient_accumulation_steps=2, deepspeed={given}"
+    text = re.sub(r"deepspeed=\{.*\}, bf16=True", arguments, TRAINER, flags=re.S)
+    subject = Subject.of(str(script(tmp_path, text)), [str(tmp_path / "out")], Request())
+    assert subject.predictor.predict(subject.config, world_size=8).micro_batch == 3
+    assert {key: subject.config[key] for key in batch} == batch
+    fewer = text.replace("per_device_train_batch_size=3", "per_device_train_batch_size=1")
+    with pytest.raises(UnpredictableError, match="per_device_train_batch_size"):
+        Subject.of(str(script(tmp_path, fewer)), [str(tmp_path / "out")], Request())
 
 
 def test_a_script_that_fails_names_its_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hf import host
 from ds_hf.dtypes import name_of
+from ds_hf.engine.modules.own_loss import ignores_items
 from ds_hf.engine.observe.flops import products
 from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, resized, shapes_of, tensors_in
 from ds_hf.engine.parallel.pipeline.module import StageModule
@@ -128,6 +129,8 @@ def survey(replay: Replay, emit: Emit) -> None:
         "sample_numel": _sample_numel(replay.batch),
         "bandwidth": _bandwidth(engine),
     }
+    if "num_items_in_batch" in replay.batch.kwargs and ignores_items(engine.module):
+        found["means"] = True  # whose sum, and so each gradient, grows with the accumulation steps
     before = is_checkpointing(engine.module)
     found["resident"] = replay.meter.at_rest()
     for on in (False, True):
