@@ -90,13 +90,14 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     effect = _effect(search, best, name)
     states = search.model.states(record.setting, point.accumulation)
     room = f" of {gib(search.model.memory)}" if search.model.memory else ""
+    before = search.space.own.get(STAGE) or 0
+    once = "; gradients are reduced once a step, not every micro-batch" if before > 1 else ""
+    whole = "; parameters are not gathered for every micro-batch" if before > 2 else ""
     texts = {
         STAGE: {
-            0: f"everything whole on each device takes {gib(states.device)}{room}; gradients are reduced once a step",
-            1: f"optimizer states divided: {gib(states.device)}{room} a device; gradients are reduced once a "
-            "step, not every micro-batch",
-            2: f"optimizer states and gradients divided: {gib(states.device)}{room} a device; parameters are not "
-            "gathered for every micro-batch",
+            0: f"everything whole on each device takes {gib(states.device)}{room}{once}",
+            1: f"optimizer states divided: {gib(states.device)}{room} a device{once}",
+            2: f"optimizer states and gradients divided: {gib(states.device)}{room} a device{whole}",
             3: f"parameters divided as well: {gib(states.device)}{room} a device, which leaves room for activations",
         }.get(value, ""),
         OFFLOAD_OPTIMIZER: "optimizer states in host memory make room on the device"

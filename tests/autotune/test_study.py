@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from ds_hf.autotune import reasons
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.result import NothingFits, Result
+from ds_hf.autotune.space import STAGE
 from ds_hf.autotune.summary import headline
 from ds_hf.autotune.trial import LaunchOutcome, Point
 from ds_hf.config import load_config
@@ -64,6 +66,22 @@ def test_every_change_has_a_reason(search: Search, tmp_path: Path) -> None:
     assert all(len(change["reason"]) > 10 for change in sidecar["changes"])
     assert sidecar["gain"] == pytest.approx(result.gain)
     assert result.gain == pytest.approx(found(result) / value_of(result.own, Metric.THROUGHPUT))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "said"), [(0, False), (3, True)])
+def test_a_stage_is_praised_for_what_the_users_lacks(before: int, said: bool) -> None:
+    """From stage 0 to 1: "gradients are reduced once a step, not every micro-batch", as they were."""
+    point = SimpleNamespace(accumulation=4)
+    records = (SimpleNamespace(setting={STAGE: 1}, points=[]), point)
+    made = SimpleNamespace(
+        space=SimpleNamespace(own={STAGE: before}),
+        model=SimpleNamespace(states=lambda *_: SimpleNamespace(device=1 << 20), memory=None),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reasons, "_effect", lambda *_: "")
+        text = reasons._reason(made, records, STAGE)  # type: ignore[arg-type]
+    assert "optimizer states divided" in text
+    assert ("not every micro-batch" in text) is said
 
 
 def test_settings_that_cannot_fit_are_not_launched(search: Search, tmp_path: Path) -> None:
