@@ -57,6 +57,8 @@ def compute_routes(
 
 def weigh(y: Tensor, scale: Tensor) -> Tensor:
     """``y * scale`` in the dtype of ``y``, ``[routes, width]``: what experts gave and its weights, ``[routes, 1]``."""
+    if torch.compiler.is_compiling():  # which makes one kernel of it and its neighbours; torch 2.11 lost gradients of
+        return (y * scale).to(y.dtype)  # the function below
     return cast(Tensor, _Weigh.apply(y, scale))  # type: ignore[no-untyped-call]
 
 
