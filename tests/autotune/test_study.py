@@ -255,7 +255,7 @@ def test_interval_for_the_global_batch(search: Search) -> None:
 
 def test_where_gradients_depend_on_the_division_it_stays(search: Search, tmp_path: Path) -> None:
     """T5 at 8 x 1 trained with an eighth of the gradients of 1 x 8, and that was proposed."""
-    world = World(memory=3_000 * MIB, said={"means": True})
+    world = World(memory=3_000 * MIB, surveyed={"means": True})
     result = search(world)
     own = (GLOBAL_MICRO, GLOBAL_STEPS)
     assert {(int(row["micro"]), int(row["accumulation"])) for row in result.table if row["micro"]} == {own}

@@ -61,7 +61,7 @@ class World:
         return None
 
     start_seconds: float = 6.0
-    said: dict[str, Any] = field(default_factory=dict)  # by the survey, too
+    surveyed: dict[str, Any] = field(default_factory=dict)  # by the survey beside the rest
 
     def launch_seconds(self, compiled: bool, points: int) -> float:
         """Of a launch, whose processes take ``start_seconds`` of it to start."""
@@ -162,7 +162,7 @@ class World:
 
         return {"event": "survey", "flops": 10**9, "shapes": {"input_ids": [self.micro, 128]},
                 "bandwidth": self.bandwidth(), "sample_numel": 128,
-                "plain": peaks(False), "checkpointed": peaks(True), **self.said}  # fmt: skip
+                "plain": peaks(False), "checkpointed": peaks(True), **self.surveyed}  # fmt: skip
 
     def bandwidth(self) -> float:
         """Bytes a second of the collectives."""
