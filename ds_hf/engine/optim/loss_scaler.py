@@ -61,9 +61,13 @@ class _DeepSpeedNames:
     """What scripts read of DeepSpeed's loss scalers, and of ``optimizer.loss_scale_config``."""
 
     dynamic = False
-    at_minimum = True
     scale_factor = _FACTOR
     _scale: float
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether the scale cannot fall, so that an overflow has another cause."""
+        return True
 
     @property
     def cur_scale(self) -> float:
@@ -190,7 +194,7 @@ class DynamicLossScaler(_DeepSpeedNames):
         return self._scale
 
     @property
-    def at_minimum(self) -> bool:  # type: ignore[override]
+    def at_minimum(self) -> bool:
         """Whether the scale cannot fall, so that an overflow has another cause."""
         return self._scale == self.min_loss_scale
 

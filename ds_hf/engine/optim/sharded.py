@@ -393,7 +393,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
         Raises:
             NonFiniteError: it is not, and that ends training.
         """
-        dynamic = self.loss_scaler.dynamic  # the host waits for the norm then, and an infinite one is no news by itself
+        # A scale that adapts makes the host wait for the norm anyway, and overflows are an ordinary part of its search.
+        dynamic = self.loss_scaler.dynamic
         self._outcome.looked_at = dynamic or self._outcome.on_host or self.nonfinite.waits
         if not self._outcome.looked_at:
             return
