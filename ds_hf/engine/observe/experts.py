@@ -46,25 +46,34 @@ class _Counter:
     share their graphs, so nothing that differs between layers may be a constant in it, and a layer's counts have memory
     of their own, whose alignment is that of the others.
 
+    What it notes in a graph are tensors: dynamo lets a checkpoint inside of a block change nothing else, and would
+    leave the block eager.
+
     Attributes:
         row: int64 ``[experts + 1]``: routes to each expert since they were told last, and to none.
-        top: experts of a token. called: whether any came, also of models that train in ``eval()``.
+        top: int64, experts of a token; 0 as long as none came, also of models that train in ``eval()``.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self.row = torch.zeros(experts + 1, dtype=torch.int64, device=device)
-        self.top, self.called = 1, False
+        self.top, self._noted = torch.zeros((), dtype=torch.int64, device=device), 0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         chosen = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if "ind" in k), None)
         if not isinstance(chosen, Tensor):
             return
-        self.called = True
+        self._note(chosen.shape[-1])
         if not (module.training and torch.is_grad_enabled()):
             return
-        self.top = chosen.shape[-1]
         flat = chosen.reshape(-1).long().clamp(0, self.row.shape[0] - 1)
         self.row.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def _note(self, top: int) -> None:
+        if torch.compiler.is_compiling():
+            self.top.fill_(top)
+        elif self._noted != top:  # no kernel in each pass
+            self.top.fill_(top)
+            self._noted = top
 
 
 class Balance(Observer):
@@ -90,6 +99,10 @@ class Balance(Observer):
         """int64 ``[layers, experts + 1]``, since they were told last."""
         return torch.stack([counter.row for counter in self.counters])
 
+    def _tops(self) -> list[int]:
+        """Experts of a token, by layer; 0: none has come."""
+        return [int(top) for top in torch.stack([counter.top for counter in self.counters]).tolist()]
+
     def after_step(self, engine: Any) -> None:
         """Every ``STEPS`` steps, at the same moment on all processes: an outcome is known to each when it asks."""
         self._steps += 1
@@ -100,7 +113,7 @@ class Balance(Observer):
 
     def _tell_uncalled(self) -> None:
         """A block that takes weights of its experts and computes by itself has those of this process alone."""
-        names = [layer.name for layer, each in zip(self.layers, self.counters, strict=True) if not each.called]
+        names = [layer.name for layer, top in zip(self.layers, self._tops(), strict=True) if not top]
         if names:
             warn_once(
                 f"no token came to {names[0]} and {len(names) - 1} other layers of divided experts in the first step. "
@@ -116,11 +129,10 @@ class Balance(Observer):
         collectives.all_reduce_sum(counts, self.engine.mesh.world, "tokens of experts")
         torch._foreach_zero_([counter.row for counter in self.counters])
         fullest, unused = 0.0, 0
-        for layer, counter, row in zip(self.layers, self.counters, counts.tolist(), strict=True):
-            top = counter.top
-            tokens = sum(row) / top
-            if not tokens:
+        for layer, top, row in zip(self.layers, self._tops(), counts.tolist(), strict=True):
+            if not any(row):
                 continue
+            tokens = sum(row) / top
             share = max(row[: layer.count]) / tokens
             unused += sum(each == 0 for each in row[: layer.count])
             fullest = max(fullest, share)
@@ -144,8 +156,8 @@ class Balance(Observer):
         size = self.engine.mesh.shape.expert
         rows = (self.total + self._counts()).tolist()
         return [
-            {"name": layer.name, "processes": size, "top": counter.top, "routes": row[: layer.count]}
-            for layer, counter, row in zip(self.layers, self.counters, rows, strict=True)
+            {"name": layer.name, "processes": size, "top": top or 1, "routes": row[: layer.count]}
+            for layer, top, row in zip(self.layers, self._tops(), rows, strict=True)
         ]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import ds_hf
 from ds_hf.engine.observe import experts as balance
+from tests.helpers.compiled import with_quick_backend
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, section
 from tests.helpers.logs import Lines
@@ -91,3 +92,43 @@ def test_experts_that_are_not_called_are_told() -> None:
     assert len(first) == 1
     assert first[0].startswith("no token came to model.layers.1.mlp.experts and 0 other layers")
     assert second == []
+
+
+def compiled() -> list[tuple[int, dict[str, int], list[dict[str, Any]], list[float]]]:
+    """Graphs, breaks, the routes told, and losses: of blocks, and of checkpointed blocks."""
+    torch.set_num_threads(1)
+    found = []
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
+        "zero_optimization": {"stage": 3},
+        "expert_parallel": section(1),
+        "ds_hf": {"compile": "blocks"},
+    }
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        model: Any = build("qwen3_moe", experts="grouped_mm")
+        model.config.use_cache = False
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        engine = with_quick_backend(ds_hf.initialize(model=model, config=config)[0])
+        losses = []
+        for batches in batches_of(2, 1, 1):
+            loss = loss_of(engine, batches[0].to(engine.device))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        (counted,) = (each for each in engine.events.observers if isinstance(each, balance.Balance))
+        report = engine.compiler.report()
+        found.append((report.graphs, report.breaks, counted.told(), losses))
+        engine.destroy()
+    return found
+
+
+def test_checkpointed_blocks_are_compiled_and_counted() -> None:
+    """A checkpoint is a part of the block's graph, and what is noted in it may not break that."""
+    ((plain, checkpointed),) = run_distributed(compiled, 1, timeout=100)
+    assert checkpointed[:2] == plain[:2] == (1, {})
+    assert [(layer["top"], sum(layer["routes"])) for layer in plain[2]] == [(2, 2 * 2 * 16)] * 2
+    assert checkpointed[2] == plain[2]
+    assert checkpointed[3] == pytest.approx(plain[3], rel=1e-6)
