@@ -143,6 +143,8 @@ def wrap_config(module: ModuleType) -> None:
     def keep_rule(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """accelerate makes an Adam of nearly any optimizer whose states are offloaded, and the engine takes all."""
         given = args[0] if args else kwargs["optimizer"]
+        if type(given).__module__.startswith("bitsandbytes"):
+            return _of_bitsandbytes(given)
         return wrapped(given) if _is_replaced(given) else given
 
     wrap(module, "map_pytorch_optim_to_deepspeed", keep_rule)
@@ -151,13 +153,29 @@ def wrap_config(module: ModuleType) -> None:
 
 
 def _is_replaced(optimizer: Any) -> bool:
-    """Whether DeepSpeed's class for host memory has the rule of ``optimizer``; of bitsandbytes it is asked for, whose
-    own have none for it."""
-    if type(optimizer).__module__.startswith("bitsandbytes"):
-        return True
+    """Whether DeepSpeed's class for host memory has the rule of ``optimizer``."""
     other = ("amsgrad", "maximize", *(["decoupled_weight_decay"] if type(optimizer) is torch.optim.Adam else []))
     plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return plain and not any(group.get(key) for group in optimizer.param_groups for key in other)
+
+
+def _of_bitsandbytes(optimizer: Any) -> Any:
+    """Three of its rules have a class for host memory, with states in fp32 whatever their bits were; the others stay.
+
+    accelerate makes an Adam of all but Lion, for which it fails; bitsandbytes' Adam decouples weight decay as its
+    AdamW does.
+    """
+    from ds_hf.engine.optim.adagrad import DeepSpeedCPUAdagrad
+    from ds_hf.engine.optim.adam import DeepSpeedCPUAdam
+    from ds_hf.engine.optim.lion import DeepSpeedCPULion
+
+    groups = optimizer.param_groups
+    given = {key: optimizer.defaults[key] for key in ("lr", "weight_decay")}
+    if optimizer.optimizer_name == "adam":
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **given)
+    classes = {"lion": DeepSpeedCPULion, "adagrad": DeepSpeedCPUAdagrad}
+    kind = classes.get(optimizer.optimizer_name)
+    return optimizer if kind is None else kind(groups, **given)
 
 
 def wrap_accelerator(module: ModuleType) -> None:

@@ -179,6 +179,52 @@ def test_adam_gets_the_class_for_host_memory() -> None:
         assert found.adam_w_mode == decoupled
 
 
+class OfBitsandbytes(torch.optim.Optimizer):
+    """What accelerate sees of an optimizer of bitsandbytes, whose classes are told apart by their names of a rule."""
+
+    def __init__(self, rule: str, param: torch.nn.Parameter, betas: tuple[float, ...], eps: float) -> None:
+        self.optimizer_name = rule
+        super().__init__([param], {"lr": 0.1, "betas": betas, "eps": eps, "weight_decay": 0.2, "alpha": 0.0})
+
+
+OfBitsandbytes.__module__ = "bitsandbytes.optim.optimizer"
+
+
+def lion(param: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Chen et al. 2023, with the numbers of the test below."""
+    momentum = torch.zeros_like(param)
+    for grad in grads:
+        param = param * (1 - 0.1 * 0.2) - 0.1 * (0.6 * momentum + 0.4 * grad).sign()
+        momentum = 0.7 * momentum + 0.3 * grad
+    return param
+
+
+@pytest.mark.parametrize("rule", ["adam", "lion", "adagrad"])
+def test_rules_of_bitsandbytes_are_kept_in_host_memory(rule: str) -> None:
+    """accelerate made an Adam with L2 decay of its 8-bit AdamW, and failed with Lion."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(5), list(torch.randn(3, 5))
+    param, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    betas = (0.0, 0.0) if rule == "adagrad" else (0.6, 0.7)
+    found = map_pytorch_optim_to_deepspeed(OfBitsandbytes(rule, param, betas, 1e-3))
+    reference: torch.optim.Optimizer = torch.optim.AdamW([plain], lr=0.1, betas=(0.6, 0.7), eps=1e-3, weight_decay=0.2)
+    if rule == "adagrad":
+        reference = torch.optim.Adagrad([plain], lr=0.1, eps=1e-3, weight_decay=0.2)
+    for grad in grads:
+        param.grad, plain.grad = grad.clone(), grad.clone()
+        found.step()
+        reference.step()
+    expected = lion(start, grads) if rule == "lion" else plain.detach()
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["momentum", "rmsprop", "ademamix", "lamb", "lars"])
+def test_other_rules_of_bitsandbytes_stay(rule: str) -> None:
+    """accelerate makes an Adam of each, whose betas are other numbers there: a beta2 of 0 of RMSprop's momentum."""
+    given = OfBitsandbytes(rule, torch.nn.Parameter(torch.ones(2)), (0.9, 0.0), 1e-8)
+    assert map_pytorch_optim_to_deepspeed(given) is given
+
+
 OF_A_STEP = """
 import sys
 
