@@ -57,6 +57,7 @@ from ds_hf.engine.checkpoint.resume import (
     check_common,
     check_extra,
     check_fit,
+    check_tied,
     identity_of,
     model_shapes,
     naming,
@@ -234,6 +235,8 @@ def _open(
     common["features"] = restore(common.get("features", {}), "features")
     fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if holders.rank == 0:
+        if not custom:
+            check_tied(engine, source, strict=wanted.strict)
         tell_adapters(engine, manifest.extra.get("scalings", {}))
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)

@@ -38,7 +38,7 @@ from ds_hf.engine.checkpoint.live import (
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
 __all__ = [
     "Fit",
@@ -46,6 +46,7 @@ __all__ = [
     "check_common",
     "check_extra",
     "check_fit",
+    "check_tied",
     "identity_of",
     "model_shapes",
     "naming",
@@ -299,6 +300,30 @@ def check_fit(
     unexpected = [n for n in saved if n not in known and n not in used]
     _report(manifest, missing, unexpected, strict, holders.rank)
     return fit
+
+
+def check_tied(engine: Checkpointable, source: Source, *, strict: bool) -> None:
+    """Names of one parameter here have one value there, too: of two, one would go unnoticed, as in torch.
+
+    Raises:
+        CheckpointError: they do not, and ``strict`` asks for all; otherwise a warning.
+    """
+    saved, tied = source.manifest.parameters, source.manifest.tied
+    for alias, name in aliases(engine).items():
+        pair = [saved.get(tied.get(each, each)) for each in (name, alias)]
+        first, second = pair
+        if first is None or second is None or first is second or first.shape != second.shape:
+            continue
+        values = [source.state(each, each.value_state) for each in (first, second)]
+        if torch.equal(values[0].float(), values[1].float()):
+            continue
+        told = (
+            f"{source.folder} does not fit the model: {name} and {alias} are one parameter in it, and two with values "
+            "of their own in the checkpoint"
+        )
+        if strict:
+            raise CheckpointError(f"{told}. Build the model as it was (a head: tie_word_embeddings=False)")
+        warn_once(f"{told}: those of {first.name} are loaded")
 
 
 def _rows_of_bytes(engine: Checkpointable) -> dict[str, tuple[int, ...]]:

@@ -220,6 +220,23 @@ def test_tied_checkpoint_into_untied_model_and_back(saved: Path, tmp_path: Path)
         assert torch.equal(engine.module.head.weight, expected)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_parameters_do_not_become_one(tmp_path: Path, warnings: list[str], stage: int) -> None:
+    """The head that had trained by itself went unnoticed where the model that loads ties it."""
+    with engine_of(config(stage), Model(tied=False)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        embedding = states(engine)["embedding.weight"]
+    with engine_of(config(stage), seed=8) as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError, match=r"head\.weight are one parameter in it, and two"):
+            engine.load_checkpoint(tmp_path)
+        assert differences(before, states(engine)) == []
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert torch.equal(states(engine)["embedding.weight"], embedding)
+    assert any("those of embedding.weight are loaded" in text for text in warnings)
+
+
 def test_custom_load_function(saved: Path) -> None:
     def doubled(src: dict[str, Tensor], dst: nn.Module) -> None:
         dst.load_state_dict({name: value * 2 for name, value in src.items()})
