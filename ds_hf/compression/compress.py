@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ __all__ = ["init_compression", "prepare_model"]
 
 _BASE = "/compression_training"
 _SOURCE = "compression_training"
+_WEIGHING = {"DoRA": "lora_magnitude_vector", "HiRA": "hira_A"}  # what a layer of PEFT's has then
 
 
 def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
@@ -59,7 +60,8 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 def _prepare(model: nn.Module, section: CompressionTrainingSection) -> CompressionSchedule:
     groups = find_groups(model, section)
-    faults = [*shrinking_faults(dict(model.named_modules()), groups), *tied_faults(model, groups)]
+    named = dict(model.named_modules())
+    faults = [*shrinking_faults(named, groups), *tied_faults(model, groups), *_weighed_faults(named, groups)]
     if faults:
         raise ConfigError(faults, _SOURCE)
     prepare_layers(model, groups)
@@ -69,6 +71,19 @@ def _prepare(model: nn.Module, section: CompressionTrainingSection) -> Compressi
     if section.head_pruning.shared_parameters.enabled:
         _tell_heads(model, [group for group in groups if group.method == "head_pruning" and group.related])
     return schedule
+
+
+def _weighed_faults(named: Mapping[str, nn.Module], groups: list[Group]) -> Iterator[Fault]:
+    """Adapters that compute with their layer's weight besides calling it: with the weight as the optimizer has it, and
+    at the end with the compressed one, which is another model than the trained one."""
+    for group in groups:
+        for name in group.layers if group.method != "activation_quantization" else ():
+            layer, _, last = name.rpartition(".")
+            kinds = [kind for kind, part in _WEIGHING.items() if getattr(named[layer], part, None)]
+            if last == "base_layer" and kinds:
+                message = f"{kinds[0]} of {layer} computes with the weight as it is before it is compressed"
+                fix = "use LoRA (use_dora=False), or leave the layer out of the group"
+                yield Fault(group.pointer, message, fix)
 
 
 def _tell_adapters(model: nn.Module, groups: list[Group]) -> None:

@@ -51,10 +51,17 @@ def t5() -> T5ForConditionalGeneration:
     )
 
 
-def adapted() -> nn.Module:
+def adapted(**options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    made: nn.Module = get_peft_model(llama(), LoraConfig(target_modules=["up_proj"]))
+    made: nn.Module = get_peft_model(llama(), LoraConfig(target_modules=["up_proj"], **options))
+    return made
+
+
+def hadamard() -> nn.Module:
+    from peft import HiraConfig, get_peft_model
+
+    made: nn.Module = get_peft_model(llama(), HiraConfig(target_modules=["up_proj"]))
     return made
 
 
@@ -84,6 +91,8 @@ def heads(modules: list[str], related: list[str], count: int = 4) -> dict[str, A
         (lambda: llama(hidden_act="sigmoid"), rows(["gate_proj"], [["up_proj", "down_proj"]]), "makes 0.5 of zeros"),
         (lambda: bert("sigmoid"), rows(*BERT_MLP), "makes 0.5 of zeros"),
         (adapted, rows(["gate_proj"], [["up_proj", "down_proj"]]), "up_proj.base_layer has an adapter"),
+        (lambda: adapted(use_dora=True), {"sparse_pruning": method(HALF, ["up_proj"])}, "DoRA of .*up_proj computes"),
+        (hadamard, {"sparse_pruning": method(HALF, ["up_proj"])}, "HiRA of .*up_proj computes with the weight as it"),
         (llama, heads(["o_proj"], ["q_proj", "k_proj"], 2), "v_proj makes heads as well"),
         (llama, heads(["o_proj"], ["k_proj", "v_proj"], 2), "q_proj makes heads as well"),
         (
