@@ -12,6 +12,7 @@ import torch
 
 from ds_hf.checkpoint.format import FORMAT, VERSION
 from ds_hf.config.types.root import AXES
+from ds_hf.engine.checkpoint.frozen import samples
 from ds_hf.engine.checkpoint.live import (
     Checkpointable,
     adapter_scalings,
@@ -48,6 +49,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
         **({"model_config": config} if (config := _config_of(engine.module)) else {}),
         **({"blocks": blocks} if (blocks := formats_by_name(engine)) else {}),
         **({"scalings": scalings} if (scalings := adapter_scalings(engine.module)) else {}),
+        **({"frozen": frozen} if (frozen := samples(engine)) else {}),
     }
 
 

@@ -28,6 +28,7 @@ from ds_hf.checkpoint.vocabulary import padded
 from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
 from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
+from ds_hf.engine.checkpoint.frozen import tell_base
 from ds_hf.engine.checkpoint.holders import Holders, find_holders
 from ds_hf.engine.checkpoint.live import (
     Checkpointable,
@@ -238,6 +239,7 @@ def _open(
         if not custom:
             check_tied(engine, source, strict=wanted.strict)
         tell_adapters(engine, manifest.extra.get("scalings", {}))
+        tell_base(engine, manifest.extra.get("frozen", {}), manifest.excluded)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
         check_states(engine, source, fit)

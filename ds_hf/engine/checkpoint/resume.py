@@ -77,6 +77,7 @@ def check_extra(manifest: Manifest) -> None:
     extra, path = manifest.extra, manifest.folder / MANIFEST
     _require(path, "counters", extra.get("counters", {}), lambda v: _is_dict_of(v, _is_count))
     _require(path, "scalings", extra.get("scalings", {}), lambda v: _is_dict_of(v, lambda each: type(each) is float))
+    _require(path, "frozen", extra.get("frozen", {}), lambda v: _is_dict_of(v, _are_numbers))
     _require(path, "optimizer", extra.get("optimizer"), lambda v: v is None or isinstance(v, dict))
     _require(
         path, "groups", extra.get("groups"), lambda v: v is None or (isinstance(v, list) and all(map(_is_names, v)))
@@ -199,6 +200,10 @@ def _is_count(value: Any) -> bool:
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) in (int, float) for each in value)
 
 
 def _is_row(value: Any) -> bool:

@@ -271,8 +271,8 @@ def test_a_parameter_that_was_frozen_trains_now(tmp_path: Path) -> None:
     assert moment.abs().max() > 0
 
 
-def _lora(alpha: float = 6.0, merged: bool = False) -> Any:
-    torch.manual_seed(4)
+def _lora(alpha: float = 6.0, merged: bool = False, seed: int = 4) -> Any:
+    torch.manual_seed(seed)
     model: Any = get_peft_model(Model(tied=False), LoraConfig(r=3, lora_alpha=alpha, target_modules=["linear"]))  # type: ignore[arg-type]
     if merged:
         model.merge_adapter()
@@ -299,3 +299,33 @@ def test_adapters_of_another_scaling_or_merged_ones_are_told(
     assert "merged into the weights of base_model.model.blocks.0.linear and 1 other layers" in merged[0]
     manifest = json.loads((tmp_path / "global_step2" / "manifest.json").read_text())
     assert set(manifest["scalings"].values()) == {2.0}
+
+
+@pytest.mark.parametrize(("stage", "after"), [(0, 3), (3, 1), (3, 3)])
+def test_adapters_over_another_base_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stage: int, after: int
+) -> None:
+    """The base is in no checkpoint; of the same one in 16 bits nothing is said."""
+    monkeypatch.setattr(logging.getLogger("ds_hf"), "propagate", True)
+
+    def told(seed: int, content: dict[str, Any]) -> list[str]:
+        caplog.clear()
+        given = partial(load, load_module_strict=False, load_module_only=True)
+        assert on_ranks(2, given, partial(_lora, seed=seed), content, tmp_path)[1] is not None
+        return [text for text in caplog.messages if "the frozen weights are not those" in text]
+
+    def leave_out(model: Any, content: dict[str, Any], folder: Path) -> None:
+        with engine_of(content, model) as engine:
+            train(engine, 3)
+            engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+
+    on_ranks(3, leave_out, _lora, config(stage), tmp_path)
+    assert told(4, config(after)) == []
+    assert told(4, config(after, "bf16")) == []
+    (other,) = told(5, config(after))
+    assert "What is loaded is another model" in other
+    manifest = json.loads((tmp_path / "global_step3" / "manifest.json").read_text())
+    expected = dict(_lora().named_parameters())
+    assert "base_model.model.embedding.weight" in manifest["frozen"]
+    for name, values in manifest["frozen"].items():
+        assert values == expected[name].flatten()[:4].tolist()
