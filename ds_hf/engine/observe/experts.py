@@ -65,7 +65,8 @@ class _Counter:
         self._note(chosen.shape[-1])
         if not (module.training and torch.is_grad_enabled()):
             return
-        flat = chosen.reshape(-1).long().clamp(0, self.row.shape[0] - 1)
+        last = self.row.shape[0] - 1
+        flat = chosen.reshape(-1).long().clamp(-1, last).remainder(last + 1)  # -1, too, stands for none
         self.row.scatter_add_(0, flat, torch.ones_like(flat))
 
     def _note(self, top: int) -> None:

@@ -70,6 +70,13 @@ def test_a_router_that_has_collapsed_is_told(tmp_path: Path) -> None:
     assert second[1] == []
 
 
+def test_numbers_that_stand_for_no_expert() -> None:
+    counter = balance._Counter(4, torch.device("cpu"))
+    chosen = torch.tensor([[-1, 2], [4, 0], [2, 9], [-7, 3]])
+    counter.count(torch.nn.Module(), (torch.zeros(4, 8), chosen), {})
+    assert (counter.row.tolist(), int(counter.top)) == ([1, 0, 2, 1, 4], 2)
+
+
 def uncalled(skips: bool) -> list[str]:
     """The second block may not call its experts; they train as in evaluation."""
     logging.getLogger("ds_hf").addHandler(lines := Lines())
