@@ -23,6 +23,7 @@ from ds_hf.engine.checkpoint.live import (
     world_of,
 )
 from ds_hf.engine.modules.quantized.layers import formats_of_blocks
+from ds_hf.engine.optim.streaming import library_of
 from ds_hf.log import own_version
 
 __all__ = ["counters", "describe", "formats_by_name", "mesh_sizes"]
@@ -86,10 +87,11 @@ def counters(engine: Checkpointable) -> dict[str, int]:
 
 
 def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:
-    """Class of the optimizer, and whether it saw parameters whole or in the pieces that the fragments are."""
+    """Class and library of the optimizer; whether it saw parameters whole or in the pieces that the fragments are."""
     if engine.optimizer is None:
         return None
-    return {"class": type(engine.optimizer.optimizer).__name__, "whole": engine.optimizer.whole}
+    inner = engine.optimizer.optimizer
+    return {"class": type(inner).__name__, "library": library_of(inner), "whole": engine.optimizer.whole}
 
 
 def formats_by_name(engine: Checkpointable) -> dict[str, list[Any]]:

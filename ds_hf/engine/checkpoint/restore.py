@@ -24,7 +24,7 @@ from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of,
 from ds_hf.engine.checkpoint.resume import Fit
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of, unpacked
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
-from ds_hf.engine.optim.streaming import is_known
+from ds_hf.engine.optim.streaming import is_known, library_of
 from ds_hf.engine.optim.zenflow.rounds import ROUNDS
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
@@ -237,15 +237,22 @@ def check_rule(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
     """Refuse states of another rule: its moments have the same names and mean something else.
 
     Implementations of one rule may change, for example with offload. Classes that are not known are let through, with a
-    warning.
+    warning, and so is one of another library: bitsandbytes has an ``AdamW``, too.
 
     Raises:
         CheckpointError: with both names.
     """
-    saved = str((manifest.extra.get("optimizer") or {}).get("class", ""))
-    live = type(optimizer.optimizer).__name__
+    entry = manifest.extra.get("optimizer") or {}
+    saved, live = str(entry.get("class", "")), type(optimizer.optimizer).__name__
+    libraries = str(entry.get("library", "")), library_of(optimizer.optimizer)
     rules = [next((rule for rule in _RULES if rule in name.lower()), None) for name in (saved, live)]
     if not saved or saved == live or (rules[0] == rules[1] and rules[0] is not None):
+        if libraries[0] not in ("", libraries[1]) and optimizer.axis.rank == 0:
+            logger.warning(
+                "%s was saved with %s of %s, and this one is %s of %s. Its states have other names, so that it goes on "
+                "without them or ends in an error: train with the one that it was, or load with "
+                "load_optimizer_states=False", manifest.folder, saved, libraries[0], live, libraries[1],
+            )  # fmt: skip
         return
     if None not in rules:
         named = re.sub("^(Fused|DeepSpeedCPU)", "", saved)  # as a file names it, which does not choose the kernels

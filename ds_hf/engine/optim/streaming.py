@@ -20,7 +20,7 @@ from ds_hf.engine.optim.adagrad import adagrad_update
 from ds_hf.engine.optim.adam import adam_update
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, advance, alike, next_seed, rate_of
 
-__all__ = ["Narrow", "UnitUpdate", "is_elementwise", "is_known", "streamed_update"]
+__all__ = ["Narrow", "UnitUpdate", "is_elementwise", "is_known", "library_of", "streamed_update"]
 
 UnitUpdate = Callable[..., None]  # (group, params, grads, outs, scale_and_skip), as StreamingOptimizer.update
 
@@ -40,6 +40,15 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     ``AdamW``), whose states are others."""
     kind = type(optimizer)
     return isinstance(optimizer, StreamingOptimizer) or kind is getattr(torch.optim, kind.__name__, None)
+
+
+def library_of(optimizer: torch.optim.Optimizer) -> str:
+    """Whose states it has: "torch" for ours, too, for what is derived from a rule of torch's, and for torchao's."""
+    above = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    if is_known(optimizer) or any(kind is getattr(torch.optim, kind.__name__, None) for kind in above):
+        return "torch"
+    name = type(optimizer).__module__.partition(".")[0]
+    return "torch" if name == "torchao" else name
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,46 @@ def test_an_unknown_rule_is_let_through_with_a_warning(tmp_path: Path) -> None:
     assert any("was saved with the optimizer Theirs, and this one is Mine" in record for record in records)
 
 
+class _AdamWOfBlocks(torch.optim.Optimizer):
+    """As another library has an AdamW, whose states have names of their own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("state1", torch.zeros_like(param))
+
+
+_AdamWOfBlocks.__module__ = "bitsandbytes.optim.adamw"
+_AdamWOfBlocks.__name__ = "AdamW"
+
+
+@pytest.mark.parametrize("first", [torch.optim.AdamW, _AdamWOfBlocks])
+def test_states_of_another_librarys_optimizer_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, first: Callable[..., Any]
+) -> None:
+    """Of the same name: it began anew without a word, or ended in a KeyError."""
+    monkeypatch.setattr(logging.getLogger("ds_hf"), "propagate", True)
+    plain = {key: value for key, value in config(2).items() if key not in ("optimizer", "scheduler")}
+    with engine_of(plain, Model(), optimizer=first) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+    said: dict[Any, list[str]] = {}
+    for later in (torch.optim.AdamW, _AdamWOfBlocks):
+        caplog.clear()
+        with engine_of(plain, Model(), optimizer=later) as engine:
+            try:
+                engine.load_checkpoint(tmp_path)
+            except CheckpointError as error:  # of states that ours lack
+                said[later] = [str(error)]
+            else:
+                said[later] = [text for text in caplog.messages if " of bitsandbytes" in text]
+    assert said.pop(first) == []
+    ((other,),) = said.values()
+    assert "was saved with AdamW of torch, and this one is AdamW of bitsandbytes" in other or "without its exp" in other
+
+
 @pytest.mark.parametrize("value", ["1e-2", [0.1], None])
 def test_options_of_another_kind(tmp_path: Path, value: Any) -> None:
     with engine_of(config(2)) as engine:
