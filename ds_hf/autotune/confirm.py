@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_hf.autotune.records import Record
+from ds_hf.autotune.study import LEAST_AGAIN
 from ds_hf.autotune.trial import LaunchOutcome, Point
 from ds_hf.measure.machine import Estimate, error_of, gain_of, pool
 from ds_hf.measure.statistics import summarise
@@ -232,7 +233,7 @@ def confirm(contest: Contest) -> None:
         if contest.turns == TURNS:
             contest.why_ended = f"after {TURNS} turns their intervals still overlap"
             return
-        count = int(search.left / usual)
+        count = max(int(search.left / search.again()), min(LEAST_AGAIN, int(search.left / usual)))
         if count <= 1 and search.left >= min(usual, search.typical_own()) and contest.differ_in_size_alone(rivals):
             contest.turn_together(rivals)
             continue

@@ -350,9 +350,11 @@ class CostModel:
 
     def _around(self, setting: Setting, accumulation: int, compute: float) -> float:
         """Seconds of communication in a step that are not behind ``compute`` of a micro-batch."""
-        each, last, publish = self._communication(setting)
-        every = self._exposed(each, compute)
-        return (accumulation - 1) * every + self._exposed(each + last, compute) + publish / self.bandwidth
+        first, each, last = self._communication(setting)
+        if accumulation == 1:
+            return self._exposed(first + each + last, compute)
+        ends = self._exposed(first + each, compute) + self._exposed(each + last, compute)
+        return (accumulation - 2) * self._exposed(each, compute) + ends
 
     def _exposed(self, nbytes: float, compute: float) -> float:
         """Seconds of communication that are not behind compute."""
@@ -360,7 +362,8 @@ class CostModel:
         return max(seconds - self.hidden * compute, seconds * (1 - self.hidden))
 
     def _communication(self, setting: Setting) -> tuple[float, float, float]:
-        """Bytes that a ring moves for each micro-batch, more of them beside the last, and after the update."""
+        """Bytes that a ring moves beside the first micro-batch (what was updated, which units wait for as they come),
+        beside each, and beside the last."""
         world, size = self._world(setting), self._size(setting)
         if world == 1:
             return 0.0, 0.0, 0.0
@@ -377,8 +380,8 @@ class CostModel:
         if plan.shards_parameters and neighbours < shards:
             publish = share * size.trainable * parameter / neighbours  # second shards
         if plan.reduces_every_micro_batch:
-            return gathers + reduction, 0.0, publish
-        return gathers, reduction, publish
+            return publish, gathers + reduction, 0.0
+        return publish, gathers, reduction
 
     def _update(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of the optimizer step."""

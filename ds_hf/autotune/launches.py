@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.command import LENGTH, Command, found_program
-from ds_hf.autotune.division import PIPE, division_of
+from ds_hf.autotune.division import PIPE
 from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of, divides_as_given, stands_beside
+from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, can_follow, config_of, divides_as_given
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
@@ -32,7 +32,7 @@ __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 
 NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
-_OF_THE_GPU = ("compute", "copy")  # probes that it alone computes
+_OF_THE_GPUS = ("compute", "copy", "communication")  # probes of what nobody else uses: they, and the links between them
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 UNTIMED_STEPS = 4  # replayed a size where bytes alone count
 LONG_STEPS = 2  # the same of the longest sequences, which take long; of the script itself, one beside its warm-up
@@ -65,14 +65,16 @@ class Launches:
         self._there: Setting | None = None  # of processes that stay
         self._stays = True  # until an engine failed that was made in the place of another one
         self._weights: dict[str, float] = {}
-        self._steady = False  # nobody else uses the GPUs
+        self._steady = False  # nobody else uses the GPUs ...
+        self._own: tuple[str, ...] = _OF_THE_GPUS  # ... and so these probes of theirs
 
     def refer(self, events: Mapping[str, Any]) -> None:
-        """Compare with the launch that said this; where it cut layers, engines cannot follow each other."""
-        experts = (self.tree.get("expert_parallel") or {}).get("enabled")
-        self._stays = not experts and division_of(events.get("facts") or {}).tensor == 1
+        """Compare with the launch that said this."""
         self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
-        self._steady = bool((events.get("facts") or {}).get("cuda")) and not shares_gpu(events.get("load") or {})
+        facts = events.get("facts") or {}
+        alone = facts.get("on_host") == facts.get("processes")  # a network has other users
+        self._own = _OF_THE_GPUS if alone else _OF_THE_GPUS[:2]
+        self._steady = bool(facts.get("cuda")) and not shares_gpu(events.get("load") or {})
         split = events.get("split") or {}
         if "compute" in split:
             half, others = float(split["compute"]) / 2, (float(split["communication"]), float(split["idle"]))
@@ -153,7 +155,7 @@ class Launches:
 
     def goes_on(self, setting: Setting) -> bool:
         """Whether the processes of the launch before can measure it."""
-        return self._there is not None and stands_beside(self._there, setting)
+        return self._there is not None and can_follow(self._there, setting)
 
     def close(self) -> None:
         """End the processes that stay."""
@@ -233,11 +235,12 @@ class Launches:
         """
         Args:
             steady: a GPU's clock follows what it computes: the more a setting asks of it, the slower are the probes
-                beside its steps. Where nobody else uses it, its own probes therefore say nothing of the machine.
+                beside its steps; and a small collective takes what the processes' launches are apart, from 0.13 to 0.31
+                ms on two H200. Where nobody else uses the GPUs their own probes therefore say nothing of the machine.
         """
         if here == self._machine:
             return Slowdown()
-        same = {kind: Level(1.0) for kind in _OF_THE_GPU if kind in here} if steady else {}
+        same = {kind: Level(1.0) for kind in self._own if kind in here} if steady else {}
         return compared(here | same, self._machine | same, self._weights)
 
     def _request(self, name: str, **asked: Any) -> TrialRequest:

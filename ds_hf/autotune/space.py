@@ -29,6 +29,7 @@ __all__ = [
     "FreeKey",
     "Setting",
     "Space",
+    "can_follow",
     "check_names",
     "config_of",
     "divides_as_given",
@@ -36,7 +37,6 @@ __all__ = [
     "key_of",
     "label_of",
     "points",
-    "stands_beside",
     "told_up_front",
 ]
 
@@ -103,9 +103,9 @@ AXES = (
     FreeKey(QUANTIZED_WEIGHTS, (False, True), named_only=True),  # change what is computed
     FreeKey(QUANTIZED_GRADIENTS, (False, True), named_only=True),
 )
-# What the engine alone reads: between settings that differ in these, processes need not start again. Not the division
-# of parameters, by which the script builds its model, nor offload, by which accelerate chooses an optimizer.
-_OF_THE_ENGINE = (COMPILE, CAPTURE, FP8, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, BUDGET, TILES)
+# What the engine alone reads: between settings that differ in these, processes need not start again. Not offload, by
+# which accelerate chooses an optimizer, nor what decides which processes read the same samples.
+_OF_THE_ENGINE = (STAGE, COMPILE, CAPTURE, FP8, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, BUDGET, TILES)
 _OF_STAGE_3 = (OFFLOAD_PARAM, MICS, HPZ, QUANTIZED_WEIGHTS)
 
 _SAME = {  # say the same
@@ -388,13 +388,12 @@ def points(options: Options, data: int, own: tuple[int, int], own_data: int | No
     return [(micro, steps) for micro, steps in found if lowest <= micro * steps]
 
 
-def stands_beside(one: Setting, other: Setting) -> bool:
-    """Whether a process that measured ``one`` can make an engine of ``other``."""
-    if any(setting.get(TENSOR, 1) != 1 or setting.get(EXPERTS, 0) for setting in (one, other)):
-        return False  # what is cut stays so
-    names = (one.keys() | other.keys()) - {*_OF_THE_ENGINE, STAGE}
-    same = all(one.get(name) == other.get(name) for name in names)
-    return same and (one.get(STAGE) == 3) == (other.get(STAGE) == 3)
+def can_follow(there: Setting, setting: Setting) -> bool:
+    """Whether processes that measured ``there`` can make an engine of ``setting``: it may divide experts that are
+    whole, and what is divided stays so."""
+    names = (there.keys() | setting.keys()) - {*_OF_THE_ENGINE, EXPERTS}
+    experts = there.get(EXPERTS, 0)
+    return all(there.get(name) == setting.get(name) for name in names) and experts in (0, 1, setting.get(EXPERTS, 0))
 
 
 def key_of(setting: Setting) -> str:

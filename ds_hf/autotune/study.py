@@ -32,6 +32,7 @@ from ds_hf.autotune.space import (
     COMPILE,
     Setting,
     Space,
+    can_follow,
     config_of,
     divides_as_given,
     key_of,
@@ -45,7 +46,7 @@ from ds_hf.host import has_gpu
 from ds_hf.memory import UnpredictableError
 from ds_hf.printable import counted
 
-__all__ = ["Search", "TuneError"]
+__all__ = ["LEAST_AGAIN", "Search", "TuneError"]
 
 EXPLORE_EVERY = 4
 WORTH = 0.015  # of the step: a launch of which less gain is expected is not made
@@ -56,8 +57,8 @@ TRACE_SHARE = 0.05  # of the budget: to trace what no thread has
 LENGTH_SHARE = 0.2  # the same for sequences of all lengths
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
+LEAST_AGAIN = 2  # launches that confirm: of the best and of the user's file
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
-GUESSED = 1.5  # times what is kept to confirm, while no launch but the first was seen
 GOES_ON_SHARE = 0.5  # of a launch, where its processes are there, and compile
 GOES_ON_COMPILED_SHARE = 0.25  # the same of what is not compiled, or was before
 BYTES_DOUBT = 0.05  # of a predicted peak, as the standard deviation of its logarithm
@@ -263,7 +264,8 @@ class Search:
             self.why_stopped = "every setting that can fit was measured"
             return None
         if self.options.sampler == "exhaustive":
-            return next((each for each in hopeful if self.launches.goes_on(each)), hopeful[0])
+            beside = [each for each in hopeful if self.launches.goes_on(each)]
+            return min(beside, key=lambda each: each.get(EXPERTS, 0), default=hopeful[0])  # what is divided stays so
         if not hopeful:
             self.why_stopped = f"none of the remaining launches is expected to gain {WORTH:.1%}, by the corrected model"
             return None
@@ -272,7 +274,7 @@ class Search:
             return next(s for s in self.space.settings() if key_of(s) in {key_of(h) for h in hopeful})
         if self.options.sampler == "random" or (launches >= STARTUP and launches % EXPLORE_EVERY == 0):
             return self._suggested({key_of(setting) for _, setting in ranked}) or hopeful[0]
-        gains = [(gain / self._takes(s), s) for gain, s in self._hopeful(ranked)]
+        gains = [(gain / (self._takes(s) + self._costs_others(s, hopeful)), s) for gain, s in self._hopeful(ranked)]
         for kept in (self.typical() * self._after(), self._kept()):  # a gain should be confirmed, too
             affordable = [(gain, s) for gain, s in gains if self._takes(s) + kept <= self.left]
             if affordable:
@@ -327,6 +329,13 @@ class Search:
         share = GOES_ON_SHARE if new else GOES_ON_COMPILED_SHARE
         return others[len(others) // 2] if others else share * self.typical()
 
+    def _costs_others(self, setting: Setting, hopeful: Sequence[Setting]) -> float:
+        """Seconds of the start that ``setting`` makes necessary for those that cannot follow it, and could be next."""
+        launches = self.launches
+        if not launches.goes_on(setting) or all(can_follow(setting, s) for s in hopeful if launches.goes_on(s)):
+            return 0.0
+        return max(0.0, self.typical() - self._takes(setting))
+
     def _after(self) -> int:
         """Launches for which time is kept: the two best and the user's file in a turn, and one with more workers."""
         own_is_best = self._best_cost() >= min(map(self.cost, self.own.points), default=math.inf)
@@ -343,8 +352,12 @@ class Search:
         least = min(self.typical(), self.typical_own()) if in_one else 2 * self.typical()
         if not gains or least > self.left:
             return 0.0
-        guessed = all(each.own or each.goes_on for each in self.launched())
-        return self.typical() * self._after() * (GUESSED if guessed else 1.0)
+        return self.again() * min(self._after(), LEAST_AGAIN)
+
+    def again(self) -> float:
+        """Seconds of a launch that confirms: what the user's file took while no other was started."""
+        started = any(not (each.own or each.goes_on) for each in self.launched())
+        return self.typical() if started else self.own.seconds
 
     def _why_spent(self, takes: float) -> str:
         """What is left of the budget is not enough for a setting of ``takes`` seconds."""

@@ -515,6 +515,7 @@ class CoreEngine(nn.Module):
             self.compiler.remove()
         self._release_units()
         self.reducer.free()
+        self.unfreezing.free()
         for unit in self.units:
             for buffer in unit.buffers:
                 buffer.states = None if buffer.states is self.optimizer else buffer.states

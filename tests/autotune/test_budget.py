@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ds_hf.autotune.division import EXPERTS
 from ds_hf.autotune.launches import Launches
 from ds_hf.autotune.result import Result
 from ds_hf.autotune.space import COMPILE
@@ -90,6 +91,20 @@ def test_blocks_that_were_compiled_before_need_less() -> None:
     assert Study._takes(search, {"stage": 0, COMPILE: "model"}) == 28.0
 
 
+def test_what_is_divided_stays_so_and_that_costs_others_a_start() -> None:
+    """Experts that are divided cannot be put together again: what processes that are there could still measure with
+    whole ones would need a start of its own."""
+    there: Any = SimpleNamespace(goes_on=lambda setting: setting.get(EXPERTS, 0) < 8)
+    search: Any = SimpleNamespace(launches=there, typical=lambda: 40.0, _takes=lambda setting: 10.0)
+    whole, together, divided, further = ({EXPERTS: size, "stage": 1} for size in (0, 1, 2, 8))
+    assert Study._costs_others(search, divided, [divided, whole]) == 30.0
+    assert Study._costs_others(search, divided, [divided, {**divided, "stage": 2}]) == 30.0  # another key
+    assert Study._costs_others(search, divided, [divided, {**divided, COMPILE: "blocks"}]) == 0.0
+    assert Study._costs_others(search, together, [whole, together, divided]) == 0.0
+    assert Study._costs_others(search, divided, [divided, further]) == 0.0  # needs one anyway
+    assert Study._costs_others(search, further, [whole]) == 0.0  # does so itself
+
+
 @dataclass
 class Alike(Timed):
     """Stage 0 is a little faster than stage 1, and a little slower when it is started again, which takes long."""
@@ -108,7 +123,7 @@ class Alike(Timed):
 def test_of_two_alike_the_one_that_was_started_again(timed: Search, again_seconds: float, stages: list[int]) -> None:
     """Where there is time for a launch more it is that of the other, which seems faster by then."""
     world = Alike(stays=False, again_seconds=again_seconds)
-    result = timed(world, budget=200.0, sampler="exhaustive")
+    result = timed(world, budget=230.0, sampler="exhaustive")
     assert [launch["stage"] for launch in world.again] == stages
     assert result.config["zero_optimization"]["stage"] == stages[-1]
     assert result.trusted

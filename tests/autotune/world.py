@@ -234,3 +234,68 @@ class TwoH200(World):
     def launch_seconds(self, compiled: bool, points: int) -> float:
         """Start of Python, the model, NCCL; then compiling and some steps for each size."""
         return 22.0 + points * (17.0 if compiled else 4.0)
+
+
+@dataclass
+class ExpertsOnTwoH200(World):
+    """Five layers of Qwen3-30B-A3B on two H200, 2 x 4096 tokens each, bf16; milliseconds of a step as measured there.
+
+    Attributes:
+        steps_ms: (processes that divide experts, 0 for transformers' own way; compiled) -> by stage.
+        experts: of the setting that is measured. compiled_for: values of it for which there is compiled code.
+    """
+
+    memory: int = 140 * 2**30
+    numel: int = 3_737_935_104
+    dtype: str = "bfloat16"
+    processes: int = 2
+    micro: int = 2
+    steps: int = 1
+    start_seconds: float = 20.0
+    steps_ms: dict[tuple[int, bool], tuple[float, ...]] = field(
+        default_factory=lambda: {
+            (0, False): (149.4, 129.5, 127.2, 159.4), (0, True): (124.6, 106.1, 105.9, 121.6),
+            (1, False): (144.3, 122.8, 125.9, 149.3), (1, True): (124.5, 106.0, 108.6, 123.4),
+            (2, False): (138.5, 136.9, 138.8, 142.4), (2, True): (124.0, 118.3, 124.9, 118.4),
+        }
+    )  # fmt: skip
+    experts: int = 0
+    compiled_for: set[int] = field(default_factory=set)
+
+    def run(self, launch: Launch, watch: Any) -> LaunchOutcome:
+        tree = json.loads((Path(launch.request.events).parent / "ds_config.json").read_text())
+        section = tree.get("expert_parallel") or {}
+        self.experts = section.get("autoep_size", 1) if section.get("enabled") else 0
+        return super().run(launch, watch)
+
+    def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
+        return self.steps_ms[self.experts, compiled][stage] / 1e3
+
+    def compute_share(self, stage: int, micro: int, steps: int) -> float | None:
+        return 0.79
+
+    def update_seconds(self, stage: int) -> float:
+        return 0.0145 if stage else 0.029
+
+    def bandwidth(self) -> float:
+        return 1.43e11
+
+    def nbytes(self, stage: int, checkpointing: bool, micro: int, compiled: bool = False) -> int:
+        return (71 if stage == 0 else 50) * 2**30
+
+    def facts(self) -> dict[str, Any]:
+        """Without what limits memory, of which the model would be traced."""
+        config = {"num_hidden_layers": 5, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+                  "head_dim": 128, "vocab_size": 151936, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                  "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 4096}  # fmt: skip
+        model = {"class": "Qwen3MoeForCausalLM", "config": config, "attention": "sdpa"}
+        return {**super().facts(), "memory": None, "processes": 2, "on_host": 2, "data": 2, "model": model}
+
+    def launch_seconds(self, compiled: bool, points: int) -> float:
+        if self.again:
+            return 37.0
+        if len(self.launched) == 1:
+            return 42.0
+        new = compiled and self.experts not in self.compiled_for
+        self.compiled_for |= {self.experts} if compiled else set()
+        return self.start_seconds + (22.0 if new else 7.0)

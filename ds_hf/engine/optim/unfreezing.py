@@ -156,6 +156,11 @@ class Unfreezing:
             buffer.close()
         self._left.clear()
 
+    def free(self) -> None:
+        """Nothing trains any more: with what makes buffers goes the memory that they share, which GPUs read of each
+        other."""
+        self._add = lambda unit, params, groups: None
+
     def give_places_to(self, names: Iterable[str]) -> bool:
         """Let the parameters with these names that wait have states although they are frozen, for a checkpoint has
         some; whether there are any. Collective."""

@@ -6,8 +6,11 @@ GPUs' memory is played by files that all ranks map; tests/gpu/test_peers.py has 
 from __future__ import annotations
 
 import ctypes
+import gc
+import itertools
 import random
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +290,34 @@ def nobody_to_read() -> bool:
 
 def test_the_cpu_uses_collectives() -> None:
     assert run_distributed(nobody_to_read, 2) == [True, True]
+
+
+def destroyed(folder: str, stage: int) -> list[int]:
+    """How many peers there are after each of three engines of the same model, all of which stay in variables."""
+    found: list[weakref.ref[Peers]] = []
+    count = itertools.count()
+
+    def opened(axis: Axis, device: torch.device, comm_stream: CommStream) -> Peers:
+        place = Path(folder) / str(next(count))
+        place.mkdir(exist_ok=True)
+        made = peers_in_files(axis, str(place))
+        found.append(weakref.ref(made))
+        return made
+
+    peers.LEAST_COPIED_NBYTES, parts.open_peers = 0, opened
+    model, engines, alive = Stack(), [], []
+    for _ in range(3):
+        engine, *_ = initialize(model=model, config=base_config(stage, bf16={"enabled": True}))
+        engine.backward(mean_square(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16))))
+        engine.step()
+        engine.destroy()
+        engines.append(engine)
+        gc.collect()
+        alive.append(sum(each() is not None for each in found))
+    return alive
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_destroyed_engine_gives_the_memory_back(tmp_path: Path, stage: int) -> None:
+    """A pool of the GPU's memory is kept as long as there is somebody who could ask it for more."""
+    assert run_distributed(destroyed, 2, str(tmp_path), stage) == [[1, 1, 1]] * 2
