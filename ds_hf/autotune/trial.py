@@ -122,8 +122,8 @@ class LaunchOutcome:
 
     @property
     def stays(self) -> bool:
-        """Whether its processes wait for a further request."""
-        return self.kind == "ok" and bool(self.events.get("done", {}).get("stays"))
+        """Whether its processes wait for a further request, also after sizes of which none fits."""
+        return self.kind in ("ok", "oom") and bool(self.events.get("done", {}).get("stays"))
 
     @property
     def resizable(self) -> bool:

@@ -87,6 +87,20 @@ def test_what_fails_there_is_started_by_itself(search: Search, kind: str, tried:
     assert result.best[1].samples / result.best[1].seconds == pytest.approx(max(world.grid().values()))
 
 
+class Misjudged(World):
+    """Takes more memory at stage 1 than anything says that was seen before."""
+
+    def nbytes(self, stage: int, checkpointing: bool, micro: int, compiled: bool = False) -> int:
+        return self.memory + 1 if stage == 1 else super().nbytes(stage, checkpointing, micro, compiled)
+
+
+def test_processes_in_which_nothing_fitted_measure_what_comes_next(search: Search) -> None:
+    world = Misjudged(memory=100_000 * MIB)
+    search(world, **ALL)
+    assert [each["stage"] for each in world.launched].count(1) == 12  # each of six once more, by itself
+    assert world.starts == 1 + 6
+
+
 def test_what_ends_with_the_budget_is_not_started_again(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     world = Trips(memory=100_000 * MIB)
     world.trips = "timeout"
