@@ -77,6 +77,7 @@ class Driver:
     def __init__(self, engine: CoreEngine, request: TrialRequest) -> None:
         self.engine, self.request = engine, request
         self.measured = self.replayed = self.timed = self.done = False
+        self._in_eval_mode = False  # it trains so: ``from_pretrained`` leaves models in it
         self._file: TextIO | None = None
         if engine.mesh.world.rank == 0:
             try:
@@ -116,7 +117,8 @@ class Driver:
         """The first forward that trains is where everything is measured; a pipeline has none, but steps."""
         if name == "step" and not self.measured and isinstance(self.engine.module, StageModule):
             self._lead_pipeline()
-        if name == "forward" and not self.measured and torch.is_grad_enabled() and self.engine.module.training:
+        trains = name == "forward" and torch.is_grad_enabled() and (self.engine.module.training or self._in_eval_mode)
+        if trains and not self.measured:
             self.measured = True
             if self.request.finish:
                 self._guard.watch_files()
@@ -132,8 +134,10 @@ class Driver:
                 self._finish()
             self._clock.mark()
             self._waited = self.loaders.waited
-        elif name == "forward" and self.timed and torch.is_grad_enabled() and self.engine.module.training:
+        elif trains and self.timed:
             self._stay(args, kwargs)
+        elif name in ("backward", "step") and not self.engine.module.training:
+            self._in_eval_mode = True
         return method(*args, **kwargs)
 
     def _stay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:

@@ -108,10 +108,28 @@ def set_checkpointing(engine: CoreEngine, on: bool) -> bool:
     switch = next((getattr(module, name) for name in names if hasattr(module, name)), None)  # transformers renamed them
     if switch is None:
         return not on
+    was = is_checkpointing(module)
+    if on and not was:
+        vars(module)["_hooks_without_checkpointing"] = _input_hooks(module)
     switch()
+    if was and not on:  # of adapters they have gradients go through the first block, which a start without has not
+        own = vars(module).get("_hooks_without_checkpointing", {})
+        for hook, hooked in _input_hooks(module).items():
+            if hook not in own:
+                del hooked._forward_hooks[hook]
     if on and getattr(getattr(module, "config", None), "use_cache", False):
         module.config.use_cache = False
     return True
+
+
+def _input_hooks(module: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """What transformers and PEFT let inputs of checkpointed blocks require gradients with; they do not remove it."""
+    return {
+        key: each
+        for each in module.modules()
+        for key, hook in each._forward_hooks.items()
+        if getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+    }
 
 
 def is_checkpointing(module: torch.nn.Module) -> bool:

@@ -7,16 +7,19 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf import initialize
 from ds_hf.engine.observe.probes.trial.driver import attach
 from ds_hf.engine.observe.probes.trial.memory import TensorMeter
+from ds_hf.engine.observe.probes.trial.survey import set_checkpointing
 from ds_hf.measure.protocol import TrialRequest, read_events
 from tests.helpers.distributed import run_distributed
 
@@ -152,6 +155,23 @@ def measure(folder: str, limit: int | None, model: type[Net] = Net, **values: An
     return int(driver.done)
 
 
+def in_eval_mode(folder: str) -> bool:
+    engine = make_engine(2)
+    driver = attach(engine, requested(folder, points=((4, 2),)))
+    assert driver is not None
+    engine.eval()
+    engine(**batch_of(engine, 0))  # an evaluation that builds a graph, for all that is known
+    assert not driver.done
+    train(engine, 4)
+    return driver.done
+
+
+def test_a_script_that_trains_in_eval_mode_is_measured(tmp_path: Path) -> None:
+    """``from_pretrained`` gives models in it, and many loops leave them so."""
+    assert run_distributed(in_eval_mode, 1, str(tmp_path)) == [True]
+    assert any(e["event"] == "point" and e["outcome"] == "ok" for e in events_of(tmp_path))
+
+
 def test_limit_is_out_of_memory_on_every_rank(tmp_path: Path) -> None:
     """Sizes that fit are measured, larger ones are not, and training goes on."""
     sizes = ((1, 8), (4096, 1), (16, 2), (8192, 1))
@@ -228,6 +248,27 @@ def test_survey_measures_activations_and_operations(tmp_path: Path) -> None:
     blocks, head = TOKENS * DEPTH * HIDDEN * HIDDEN, HIDDEN * 4
     assert found["flops"] == 2 * (3 * (blocks + head) - TOKENS * HIDDEN * HIDDEN)
     assert found["bandwidth"] > 0
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("on", [False, True])
+def test_inputs_of_adapters_require_gradients_only_while_blocks_are_checkpointed(own: bool, on: bool) -> None:
+    """Else gradients go through the first block, which they do not in a script that starts without checkpointing."""
+    small = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=8)
+    model = LlamaForCausalLM(small).train()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    if own:
+        model.enable_input_require_grads()
+    if on:
+        model.gradient_checkpointing_enable()
+    alone = own and not on  # where both were there at the start nobody knows whose they are
+    expected = [alone, True, alone, True, alone]
+    engine: Any = SimpleNamespace(module=model)
+    for wanted, requires in zip((False, True, False, True, False), expected, strict=True):
+        set_checkpointing(engine, wanted)
+        embedded = model.get_input_embeddings()(torch.tensor([[1, 2]]))
+        assert embedded.requires_grad == requires
 
 
 def test_output_without_loss_times_the_scripts_own_steps(tmp_path: Path) -> None:
