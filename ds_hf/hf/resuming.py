@@ -141,7 +141,10 @@ def check_resumed(trainer: Any, given: Any) -> Any:
     Raises:
         CheckpointError: one cannot, on whatever process.
     """
-    if trainer.args.deepspeed_plugin is None or not given:
+    if trainer.args.deepspeed_plugin is None:
+        return given
+    if not given:
+        _tell_of_what_is_not_handed_on(trainer)
         return given
     if given is True:
         found: Any = importlib.import_module("transformers.trainer")
@@ -151,6 +154,24 @@ def check_resumed(trainer: Any, given: Any) -> Any:
     fault = _own_fault(Path(given), trainer.args.process_index) if there else None
     _agree(trainer.args.output_dir if folder is None else folder, fault)
     return given
+
+
+def _tell_of_what_is_not_handed_on(trainer: Any) -> None:
+    """``--resume_from_checkpoint`` is an argument that transformers parses and does not use: a script that calls
+    ``train()`` without it begins anew, and writes over the checkpoints that were to be resumed from."""
+    asked = getattr(trainer.args, "resume_from_checkpoint", None)
+    text = str(asked or False).lower()
+    if trainer.state.global_step > 0 or trainer.args.process_index > 0 or text in ("false", "none", "no", "0"):
+        return
+    found: Any = importlib.import_module("transformers.trainer")
+    folder = Path(trainer.args.output_dir)
+    if text == "true" and not (folder.is_dir() and found.get_last_checkpoint(str(folder))):
+        return  # the first start of a script that looks for the last one itself
+    logger.warning(
+        "--resume_from_checkpoint %s is not followed: the script calls train() without it, so training begins anew. "
+        "Hand it on: trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)",
+        asked,
+    )
 
 
 def _agree(folder: Any, fault: str | None) -> None:
