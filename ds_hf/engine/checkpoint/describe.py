@@ -31,8 +31,9 @@ __all__ = ["counters", "describe", "formats_by_name", "mesh_sizes"]
 Json = dict[str, Any]
 
 
-def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
-    """What the engine of rank 0 alone tells of a checkpoint that is taken of it now."""
+def describe(engine: Checkpointable, tag: str, common_file: str, exclude_frozen: bool) -> Json:
+    """What the engine of rank 0 alone tells of a checkpoint that is taken of it now; of frozen weights that are left
+    out, a few values."""
     world = world_of(engine)
     order = [name for buffer in flat_buffers(engine) for name in names_of(engine, buffer)]
     return {
@@ -50,7 +51,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
         **({"model_config": config} if (config := _config_of(engine.module)) else {}),
         **({"blocks": blocks} if (blocks := formats_by_name(engine)) else {}),
         **({"scalings": scalings} if (scalings := adapter_scalings(engine.module)) else {}),
-        **({"frozen": frozen} if (frozen := samples(engine)) else {}),
+        **({"frozen": frozen} if exclude_frozen and (frozen := samples(engine)) else {}),
     }
 
 

@@ -78,7 +78,7 @@ def save_checkpoint(
         with together(axis, f"saving {target}") as meeting:
             check_names(engine)
             part = gather_part(engine, holders, client_state, exclude_frozen_parameters)
-            description = _describe(engine, tag)
+            description = _describe(engine, tag, exclude_frozen_parameters)
             meeting.bring(part.nbytes)
         nbytes = sum(meeting.brought)
         with together(axis, f"saving {target}"):
@@ -155,12 +155,12 @@ def _place_fault(save_dir: Any) -> str:
     return ""
 
 
-def _describe(engine: Checkpointable, tag: str) -> dict[str, Any]:
+def _describe(engine: Checkpointable, tag: str, exclude_frozen: bool) -> dict[str, Any]:
     """Rank 0's knowledge of the whole."""
     if world_of(engine).rank != 0:
         return {}
     common_file = model_states_name(0, sharded=engine.plan.shards_parameters)
-    return describe(engine, PurePosixPath(tag).name, common_file)
+    return describe(engine, PurePosixPath(tag).name, common_file, exclude_frozen)
 
 
 def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> FolderHold:
