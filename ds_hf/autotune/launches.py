@@ -32,7 +32,7 @@ __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 
 NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
-_OF_THE_GPUS = ("compute", "copy", "communication")  # probes of what nobody else uses: they, and the links between them
+_OF_THE_GPUS = ("compute", "copy", "communication")  # probes of the GPUs, the last one of the links between them
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 UNTIMED_STEPS = 4  # replayed a size where bytes alone count
 LONG_STEPS = 2  # the same of the longest sequences, which take long; of the script itself, one beside its warm-up
@@ -65,15 +65,15 @@ class Launches:
         self._there: Setting | None = None  # of processes that stay
         self._stays = True  # until an engine failed that was made in the place of another one
         self._weights: dict[str, float] = {}
-        self._steady = False  # nobody else uses the GPUs ...
-        self._own: tuple[str, ...] = _OF_THE_GPUS  # ... and so these probes of theirs
+        self._steady = False  # whether this search has the GPUs to itself
+        self._unshared: tuple[str, ...] = _OF_THE_GPUS  # probes that say nothing of the machine then
 
     def refer(self, events: Mapping[str, Any]) -> None:
         """Compare with the launch that said this."""
         self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
         facts = events.get("facts") or {}
         alone = facts.get("on_host") == facts.get("processes")  # a network has other users
-        self._own = _OF_THE_GPUS if alone else _OF_THE_GPUS[:2]
+        self._unshared = _OF_THE_GPUS if alone else _OF_THE_GPUS[:2]
         self._steady = bool(facts.get("cuda")) and not shares_gpu(events.get("load") or {})
         split = events.get("split") or {}
         if "compute" in split:
@@ -235,12 +235,12 @@ class Launches:
         """
         Args:
             steady: a GPU's clock follows what it computes: the more a setting asks of it, the slower are the probes
-                beside its steps; and a small collective takes what the processes' launches are apart, from 0.13 to 0.31
-                ms on two H200. Where nobody else uses the GPUs their own probes therefore say nothing of the machine.
+                beside its steps. And a small collective waits for the process that starts it last: it took 0.13 to 0.31
+                ms on two H200. So if the search has the GPUs to itself, their probes say nothing of the machine.
         """
         if here == self._machine:
             return Slowdown()
-        same = {kind: Level(1.0) for kind in self._own if kind in here} if steady else {}
+        same = {kind: Level(1.0) for kind in self._unshared if kind in here} if steady else {}
         return compared(here | same, self._machine | same, self._weights)
 
     def _request(self, name: str, **asked: Any) -> TrialRequest:
