@@ -367,16 +367,17 @@ def test_dropout_draws_the_same_outside_of_cut_layers() -> None:
     assert torch.equal(norms, others)
 
 
-def tied() -> tuple[list[float], list[float], bool]:
-    model = build("llama", tie_word_embeddings=True)
-    expected = plain(build("llama", tie_word_embeddings=True))
-    engine = engine_of("llama", 2, 1, model)
+def with_a_whole_head(stage: int, sizes: dict[str, Any]) -> tuple[list[float], list[float], bool]:
+    model = build("llama", **sizes)
+    expected = plain(build("llama", **sizes))
+    engine = engine_of("llama", 2, stage, model)
     uncut = cut_of(engine.module.lm_head.weight) is None and cut_of(engine.module.model.layers[0].mlp.up_proj.weight)
     return expected, steps(engine, batches_of(3, 1, 1)), bool(uncut)
 
 
-def test_tied_embeddings_stay_whole() -> None:
-    for expected, found, uncut in run_distributed(tied, 2):
+@pytest.mark.parametrize(("stage", "sizes"), [(1, {"tie_word_embeddings": True}), (3, {"vocab_size": 67})])
+def test_tied_embeddings_and_odd_vocabularies_stay_whole(stage: int, sizes: dict[str, Any]) -> None:
+    for expected, found, uncut in run_distributed(with_a_whole_head, 2, stage, sizes):
         assert found == pytest.approx(expected, rel=1e-5)
         assert uncut
 
@@ -417,7 +418,7 @@ def refusals() -> dict[str, str]:
         "heads": refused("llama", build("llama", num_attention_heads=2, num_key_value_heads=2)),
         "keys": refused("llama", build("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=6)),
         "mlp": refused("llama", build("llama", intermediate_size=50)),
-        "vocabulary": refused("llama", build("llama", vocab_size=66)),
+        "vocabulary": refused("llama", build("llama", vocab_size=66), section={"vocab_parallel_lm_head": True}),
         "rules": refused("", Plain()),
         "style": refused("", unknown),
         "forward": refused("", patched),

@@ -12,6 +12,9 @@ is changed or kept: its ``tests`` are copied to a temporary folder. There
 - a machine without accelerators may have any number of processes (DeepSpeed skips tests of more than it has sockets),
   models that are compared with torch's DDP lie on the CPU, and the model from the net is a small one;
 - a test that hangs ends with its file's processes, and those behind it run.
+
+With ``--state-defaults`` a file of stage 3 says what DeepSpeed does where it says nothing of
+``stage3_param_persistence_threshold``: parameters of fewer than 100,000 elements stay whole, and tests read them so.
 """
 
 from __future__ import annotations
@@ -75,6 +78,26 @@ import builtins
 builtins._ds_hf_absent = _absent
 '''
 
+# Appended with --state-defaults: it changes what the script says, not the engine.
+_STATED = """
+import copy, functools, deepspeed
+def _stating(function, names):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        for name in names:
+            found = kwargs.get(name)
+            zero = found.get("zero_optimization") if isinstance(found, dict) else None
+            if isinstance(zero, dict) and zero.get("stage") == 3:
+                stated = {"stage3_param_persistence_threshold": 100_000, **zero}
+                if "param_persistence_threshold" in zero:
+                    del stated["stage3_param_persistence_threshold"]
+                kwargs[name] = {**found, "zero_optimization": stated}
+        return function(*args, **kwargs)
+    return call
+if not hasattr(deepspeed.initialize, "__wrapped__"):
+    deepspeed.initialize = _stating(deepspeed.initialize, ("config", "config_params"))
+"""
+
 # What a test's processes have from the start, so that they begin in a moment, and collect only what they made.
 _PRELOAD = """
 import torch, deepspeed, unit.common, unit.simple_model, torch._dynamo, torch.onnx, torch.distributed.tensor, gc
@@ -130,11 +153,12 @@ class Outcome(collections.Counter[str]):
         self.reasons: dict[str, str] = {}
 
 
-def adapt(tests: Path) -> None:
+def adapt(tests: Path, *, state_defaults: bool = False) -> None:
     """Change a copy of DeepSpeed's folder ``tests``, see the top of the module."""
+    plugin = _PLUGIN + (_STATED if state_defaults else "")
     (tests / "ds_hf_preload.py").write_text(_PRELOAD)
     conftest = tests / "conftest.py"
-    conftest.write_text((conftest.read_text() if conftest.exists() else "") + _PLUGIN + _REPORTS)
+    conftest.write_text((conftest.read_text() if conftest.exists() else "") + plugin + _REPORTS)
     for path in sorted(tests.rglob("*.py")):
         text = path.read_text()
         changed = re.sub(r"get_accelerator\(\)\.device_count\(\) < (num_procs|\w*world_size)", "False", text)
@@ -142,7 +166,7 @@ def adapt(tests: Path) -> None:
         changed = changed.replace("AutoModel.from_pretrained('bert-base-uncased')", _BERT)
         changed = _without_missing_imports(changed)
         if path.name == "common.py":  # its processes import it, and no conftest
-            changed = changed.replace("import os\n", f"import os\n{_PLUGIN}", 1)
+            changed = changed.replace("import os\n", f"import os\n{plugin}", 1)
             changed = changed.replace("            time.sleep(0.5)\n", "")  # after each test
             # It waits for processes that hang, and never ends.
             changed = changed.replace('pytest.exit("Test hanged, exiting", returncode=1)', "os._exit(3)")
@@ -202,17 +226,18 @@ def _has(module: str, name: str | None) -> bool:
 
 
 def run_files(
-    checkout: Path, chosen: list[str], *, limit: float, each: float, more: list[str]
+    checkout: Path, chosen: list[str], *, limit: float, each: float, more: list[str], state_defaults: bool = False
 ) -> Iterator[tuple[str, Outcome]]:
     """Run the files below ``chosen`` (paths below ``tests``) one after another; each one's name, and what came of it.
 
     Args:
         limit: seconds for a file. each: seconds for a test that hangs. more: arguments for pytest.
+        state_defaults: see the top of the module.
     """
     with tempfile.TemporaryDirectory() as folder:
         tests = Path(folder) / "tests"
         shutil.copytree(checkout / "tests", tests)
-        adapt(tests)
+        adapt(tests, state_defaults=state_defaults)
         for start in chosen:
             place = tests / start
             for path in sorted(place.rglob("test_*.py")) if place.is_dir() else [place]:
@@ -334,11 +359,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds for a file")
     parser.add_argument("--each", type=float, default=60, help="seconds for a test that hangs")
     parser.add_argument("--json", type=Path, help="where to write all reasons")
+    parser.add_argument("--state-defaults", action="store_true", help="files of stage 3 say DeepSpeed's default")
     parser.add_argument("--pytest", default="", help="arguments for pytest")
     args = parser.parse_args(arguments)
     total, texts = Outcome(), dict[str, Any]()
     for name, outcome in run_files(
-        args.checkout, args.chosen, limit=args.limit, each=args.each, more=args.pytest.split()
+        args.checkout,
+        args.chosen,
+        limit=args.limit,
+        each=args.each,
+        more=args.pytest.split(),
+        state_defaults=args.state_defaults,
     ):
         print(f"{name}: {_counts(outcome)}", flush=True)
         for test, reason in outcome.reasons.items():

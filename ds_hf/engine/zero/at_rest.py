@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ds_hf.config.types.zero import ZeroSection
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
 
@@ -130,10 +131,16 @@ def _refuse_copy(param: Tensor, what: str) -> NoReturn:
 
 
 def _empty(param: Tensor, what: str) -> str:
+    below = ZeroSection.stage3_param_persistence_threshold  # what DeepSpeed takes where a file says nothing
+    small = (
+        f". DeepSpeed keeps parameters of fewer than {below:,} elements whole, as ds_hf does where the file says "
+        f'"stage3_param_persistence_threshold": {below}'
+    )
     return (
         f"{what} of {name_of(param)} would be empty: at ZeRO stage 3 each process holds a part of it. Copy inside "
         "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on all processes; to write whole weights "
         "to a file, call engine.save_16bit_model(folder) or engine.save_checkpoint(folder)"
+        f"{small if param._ds_home.slot.shape.numel() < below else ''}"  # type: ignore[attr-defined]
     )
 
 

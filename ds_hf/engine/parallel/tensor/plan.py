@@ -27,6 +27,8 @@ from ds_hf.log import warn_once
 
 __all__ = ["Slicing", "plan_division"]
 
+VOCAB_PARALLEL = "vocab_parallel_lm_head"
+
 
 @dataclass
 class Slicing:
@@ -164,7 +166,11 @@ def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -
                 division.sums = list(own)
             if style.cuts:
                 faults += _unfit(name, module)
-                _cut_layer(division, own, rule, size, faults)
+                uneven = [*_cut_layer(division, own, rule, size, faults)]
+                if uneven and style.stands_alone and rule.said != VOCAB_PARALLEL:
+                    _tell_of_uneven(uneven[0])
+                    continue
+                faults += uneven
             yield division
     by_owner: dict[str, dict[str, Rule]] = defaultdict(dict)
     for path, rule in rules.params.items():
@@ -245,7 +251,11 @@ def _unfit(name: str, module: nn.Module) -> Iterator[Fault]:
         )
 
 
-def _cut_layer(division: Slicing, own: Mapping[str, Tensor], rule: Rule, size: int, faults: list[Fault]) -> None:
+def _cut_layer(
+    division: Slicing, own: Mapping[str, Tensor], rule: Rule, size: int, faults: list[Fault]
+) -> Iterator[Fault]:
+    """Write into ``division`` what is cut. What cannot be said of a layer goes to ``faults``; yields the parameters
+    that ``size`` does not divide."""
     style = division.style
     for key, param in own.items():
         shape = logical_shape(param) if cut_of(param) is None else cut_of(param).whole  # type: ignore[union-attr]
@@ -253,8 +263,17 @@ def _cut_layer(division: Slicing, own: Mapping[str, Tensor], rule: Rule, size: i
         if dim is None:
             continue
         sizes = _sizes(division, shape, dim, rule, key, faults)
-        _check(division.name, key, shape, dim, sizes, size, rule, faults)
+        yield from _uneven(division.name, key, shape, dim, sizes, size, rule)
         division.parts[key] = (dim, sizes)
+
+
+def _tell_of_uneven(fault: Fault) -> None:
+    """A layer whose inputs and outputs are whole computes the same if it is whole, too: an output layer or an embedding
+    of 32,001 words."""
+    warn_once(
+        f"tensor parallelism: {fault.message}, so this layer stays whole on every process, which computes all of it; "
+        f"to divide it, {fault.fix}"
+    )
 
 
 def _dimension(style: Style, module: nn.Module, key: str, dims: int) -> int | None:
@@ -293,16 +312,9 @@ def _even(length: int, division: Slicing) -> bool:
     return length % division.style.packed == 0
 
 
-def _check(
-    name: str,
-    key: str,
-    shape: Sequence[int],
-    dim: int,
-    sizes: Sequence[int],
-    size: int,
-    rule: Rule,
-    faults: list[Fault],
-) -> None:
+def _uneven(
+    name: str, key: str, shape: Sequence[int], dim: int, sizes: Sequence[int], size: int, rule: Rule
+) -> Iterator[Fault]:
     odd = next((length for length in sizes if length % size), None)
     if odd is None:
         return
@@ -314,9 +326,7 @@ def _check(
     if style.cuts == "rows" or name.rpartition(".")[2] in ("lm_head", "embed_out"):
         fix += f", or model.resize_token_embeddings(..., pad_to_multiple_of={size})"
     whole = f"{odd}" if len(sizes) == 1 else f"{odd} of {shape[dim]}"
-    faults.append(
-        Fault(POINTER, f"{what} {name} ({key} {tuple(shape)}) are {whole}, which {size} does not divide", fix)
-    )
+    yield Fault(POINTER, f"{what} {name} ({key} {tuple(shape)}) are {whole}, which {size} does not divide", fix)
 
 
 def _of_parameters(
@@ -344,7 +354,7 @@ def _of_parameters(
             packed = 2 if _is_halved(module, key) else style.packed
             packed = packed if shape[dim] % packed == 0 else 1
             sizes = (shape[dim] // packed,) * packed
-            _check(owner, key, shape, dim, sizes, size, rule, faults)
+            faults += _uneven(owner, key, shape, dim, sizes, size, rule)
             division.parts[key] = (dim, sizes)
     if division.parts or division.sums:
         yield division
@@ -364,7 +374,7 @@ def _by_vocabulary(
 ) -> Iterator[Slicing]:
     """The output layer, and the embeddings that share its weight: both are cut by their rows, so each process has the
     same part of the tensor for both (``vocab_parallel_lm_head``)."""
-    pointer = f"{POINTER}/vocab_parallel_lm_head"
+    pointer = f"{POINTER}/{VOCAB_PARALLEL}"
     names = {id(module): name for name, module in model.named_modules()}
     heads = [module for module in _output_layers(model, section) if id(module) in names]
     if not heads:
@@ -391,14 +401,14 @@ def _by_vocabulary(
             )
             faults.append(Fault(pointer, message, "remove it, or do without the fused loss"))
             continue
-        rules = {name: Rule("colwise_gather_output", "vocab_parallel_lm_head")}
+        rules = {name: Rule("colwise_gather_output", VOCAB_PARALLEL)}
         for other, module in model.named_modules():
             if module is not head and any(param is weight for param in module._parameters.values()):
-                rules[other] = Rule("embedding_rowwise", "vocab_parallel_lm_head")
+                rules[other] = Rule("embedding_rowwise", VOCAB_PARALLEL)
                 if not isinstance(module, nn.Embedding):
                     message = f"{name} shares its weight with {other}, a {type(module).__name__}"
                     faults.append(Fault(pointer, message, "remove it: the layers then stay whole"))
-        yield from _divisions(model, Rules("vocab_parallel_lm_head", modules=rules), size, faults)
+        yield from _divisions(model, Rules(VOCAB_PARALLEL, modules=rules), size, faults)
 
 
 def _output_layers(model: nn.Module, section: TensorParallelSection) -> Iterator[nn.Module]:

@@ -228,6 +228,11 @@ class Style:
         """Whether what it computes is whole again."""
         return self.module is ColwiseGathered
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether inputs and outputs are whole, so that a layer that is not cut takes its place."""
+        return self.module in (ColwiseGathered, RowwiseSplit, VocabularyEmbedding, ColumnsEmbedding)
+
 
 STYLES = {
     "colwise": Style(Colwise, "out", takes_parameter=True),

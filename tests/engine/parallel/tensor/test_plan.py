@@ -107,7 +107,6 @@ def test_a_subclass_of_a_script_is_cut_as_its_base() -> None:
 @pytest.mark.parametrize(
     ("sizes", "size", "said"),
     [
-        ({"vocab_size": 63}, 2, r"lm_head .*63.* which 2 does not divide"),
         ({"intermediate_size": 50}, 4, r"mlp\.gate_proj .*50.* which 4 does not divide"),
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, r"heads"),
     ],
@@ -115,6 +114,17 @@ def test_a_subclass_of_a_script_is_cut_as_its_base() -> None:
 def test_sizes_that_do_not_divide(sizes: dict[str, int], size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         planned(llama(**sizes), size)
+
+
+def test_an_odd_vocabulary_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model, even = llama(vocab_size=63), planned(llama(vocab_size=62))
+    found = planned(model)
+    assert set(even) - set(found) == set(even) & {"lm_head", "model.embed_tokens"}
+    assert "lm_head (weight (63, 32)) are 63, which 2 does not divide, so this layer stays whole" in caplog.text
+    assert "resize_token_embeddings(..., pad_to_multiple_of=2)" in caplog.text
+    section = TensorParallelSection(autotp_size=2, vocab_parallel_lm_head=True)
+    with pytest.raises(ConfigError, match=r"lm_head .*63.* which 2 does not divide"):
+        plan_division(model, section, 2)
 
 
 def test_a_model_without_a_plan_gets_one_to_start_from() -> None:
