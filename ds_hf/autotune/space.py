@@ -42,7 +42,8 @@ __all__ = [
 
 Setting = dict[str, Any]  # axis name -> value
 
-FACTORS = frozenset({"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})  # of a process's share
+MICRO = "train_micro_batch_size_per_gpu"
+FACTORS = frozenset({MICRO, "gradient_accumulation_steps"})  # of a process's share
 STAGE = "zero_optimization.stage"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
@@ -278,7 +279,7 @@ class Space:
 def told_up_front(space: Space) -> list[str]:
     """What may change, and what the user's own words keep and how that is freed."""
     free = [axis.name for axis in space.axes if len(axis.values) > 1]
-    named = [f"{name} (where the model lets it)" for name in space.named if name not in (*free, WORKERS, "all")]
+    named = [f"{name} (where the model lets it)" for name in space.named if name not in (*free, WORKERS, MICRO, "all")]
     division = ["the division of the global batch"] if space.divides else []
     said = [f"may change: {', '.join([*free, *named, *division]) or 'nothing'}"]
     kept = [name for name, why in space.kept.items() if why.startswith("given ")]
@@ -315,7 +316,7 @@ def check_names(options: Options) -> None:
     """
     known = [*(axis.name for axis in AXES), WORKERS]
     fixable = [*known, *sorted(FACTORS, reverse=True)]
-    for name, names in (*((n, [*known, "all"]) for n in options.tune), *((n, fixable) for n in options.fix)):
+    for name, names in (*((n, [*known, MICRO, "all"]) for n in options.tune), *((n, fixable) for n in options.fix)):
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             nearest = f"; did you mean {near[0]}?" if near else ""

@@ -30,6 +30,7 @@ from ds_hf.autotune.records import ROLE_OWN, Record, attributes_of, value_of
 from ds_hf.autotune.space import (
     CHECKPOINTING,
     COMPILE,
+    MICRO,
     Setting,
     Space,
     can_follow,
@@ -125,12 +126,8 @@ class Search:
         self.launches.refer(own.events)
         facts = own.events["facts"]
         if self._keeps_division(own.events, own.points):
-            self.options = replace(self.options, fix=(*self.options.fix, "train_micro_batch_size_per_gpu"))
-            self.view.say(
-                "the division of the global batch stays: the model's loss is a mean over each micro-batch, which the "
-                "Trainer does not divide by their number, so that another division has other gradients. "
-                "model.accepts_loss_kwargs = False, before the Trainer is made, mends that and frees the division"
-            )
+            self.options = replace(self.options, fix=(*self.options.fix, MICRO))
+            self.view.say(f"the division of the global batch stays: {_why_division_stays(own.events)}")
         self.space = self._make_space(own.events)
         points = [] if self.launches.seeks_length else own.points  # of other lengths than what was surveyed
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in points}
@@ -144,7 +141,8 @@ class Search:
 
     def _keeps_division(self, events: dict[str, Any], measured: Sequence[Point]) -> bool:
         """Whether a step's gradients depend on its division, which so has to stay where it fits."""
-        means = bool(events.get("survey", {}).get("means")) and not divides_as_given(self.options)
+        means = bool(_why_division_stays(events)) and not divides_as_given(self.options)
+        means = means and MICRO not in self.options.tune
         fits = any(point.micro == events["facts"]["micro"] for point in measured)
         return means and fits and self.options.metric not in (Metric.BATCH, Metric.LENGTH)
 
@@ -636,3 +634,16 @@ def _compiles(setting: Setting, before: list[Record]) -> bool:
 
 def _short_hash(setting: Setting) -> str:
     return hashlib.blake2b(key_of(setting).encode(), digest_size=4).hexdigest()
+
+
+def _why_division_stays(events: dict[str, Any]) -> str:
+    """Why another division of the global batch would train something else; empty where it would not."""
+    if events.get("survey", {}).get("means"):
+        return (
+            "the model's loss is a mean over each micro-batch, which the Trainer does not divide by their number, so "
+            "that another division has other gradients. model.accepts_loss_kwargs = False, before the Trainer is made, "
+            "mends that and frees the division"
+        )
+    if why := events.get("together", {}).get("why"):
+        return f"{why}, so that another division trains something else (--tune {MICRO} frees it all the same)"
+    return ""

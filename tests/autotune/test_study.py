@@ -255,15 +255,24 @@ def test_interval_for_the_global_batch(search: Search) -> None:
     assert result.config["train_batch_size"] > 128
 
 
-def test_where_gradients_depend_on_the_division_it_stays(search: Search, tmp_path: Path) -> None:
-    """T5 at 8 x 1 trained with an eighth of the gradients of 1 x 8, and that was proposed."""
-    world = World(memory=3_000 * MIB, surveyed={"means": True})
+@pytest.mark.parametrize(
+    "more", [{"surveyed": {"means": True}}, {"together": "contrasts"}, {"together": "contrasts", "resizable": False}]
+)
+def test_where_gradients_depend_on_the_division_it_stays(more: dict[str, Any], search: Search, tmp_path: Path) -> None:
+    """T5 at 8 x 1 trained with an eighth of the gradients of 1 x 8, and that was proposed; CLIP at 8 x 1 compares eight
+    pairs in the place of two."""
+    world = World(memory=3_000 * MIB, **more)
     result = search(world)
     own = (GLOBAL_MICRO, GLOBAL_STEPS)
     assert {(int(row["micro"]), int(row["accumulation"])) for row in result.table if row["micro"]} == {own}
     tree = json.loads((tmp_path / "results" / "ds_config.tuned.json").read_text())
     assert (tree["train_micro_batch_size_per_gpu"], tree["gradient_accumulation_steps"]) == own
     assert found(result) > 1.02 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
+
+
+def test_the_division_is_free_all_the_same_when_named(search: Search) -> None:
+    result = search(World(memory=3_000 * MIB, together="contrasts"), tune=("train_micro_batch_size_per_gpu",))
+    assert len({int(row["micro"]) for row in result.table if row["micro"]}) > 1
 
 
 def test_fixed_stage_stays(search: Search) -> None:

@@ -62,6 +62,7 @@ class World:
 
     start_seconds: float = 6.0
     surveyed: dict[str, Any] = field(default_factory=dict)  # by the survey beside the rest
+    together: str = ""  # why samples do not count by themselves
 
     def launch_seconds(self, compiled: bool, points: int) -> float:
         """Of a launch, whose processes take ``start_seconds`` of it to start."""
@@ -92,6 +93,8 @@ class World:
         events: list[dict[str, Any]] = [self.facts()]
         if stage in self.fail and not request.own_axis:
             return LaunchOutcome(self.fail[stage], f"made to {self.fail[stage]}", seconds=10.0)
+        if request.survey and self.together:
+            events.append({"event": "together", "why": self.together})
         if request.survey and self.resizable:
             events.append(self.survey(stage))
         sizes = request.points

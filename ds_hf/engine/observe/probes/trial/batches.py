@@ -65,13 +65,13 @@ def batch_numel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return next((tensor.shape[0] for tensor in tensors_in(*args, kwargs) if tensor.dim() > 0), None)
 
 
-def resized(batch: Batch, numel: int) -> Batch:
-    """``batch`` with ``numel`` samples."""
+def resized(batch: Batch, numel: int, of: int | None = None) -> Batch:
+    """``batch`` with ``numel`` samples, by repeating its first ``of`` (default: all)."""
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != batch.numel:
             return tensor
-        rows = torch.arange(numel, device=tensor.device) % batch.numel
+        rows = torch.arange(numel, device=tensor.device) % (of or batch.numel)
         return tensor.detach().index_select(0, rows)
 
     return Batch(map_tensors(batch.args, change), map_tensors(dict(batch.kwargs), change), numel)

@@ -29,13 +29,14 @@ from torch import Tensor
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
+from ds_hf.engine.observe.probes.trial.alone import takes_statistics
 from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
 from ds_hf.engine.observe.probes.trial.lengths import length_event
 from ds_hf.engine.observe.probes.trial.memory import agree_max, memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
-from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
+from ds_hf.engine.observe.probes.trial.replay import NoLoss, NotResizable, Replay
 from ds_hf.engine.observe.probes.trial.split import split_of
 from ds_hf.engine.observe.probes.trial.survey import facts, set_checkpointing, survey, survey_pipeline, tokens_in
 from ds_hf.engine.parallel.pipeline.module import StageModule
@@ -187,6 +188,8 @@ class Driver:
             return
         if self.request.gradient_checkpointing is not None:  # the script may have set it after it made the engine
             set_checkpointing(self.engine, self.request.gradient_checkpointing)
+        if self.request.survey and (why := takes_statistics(self.engine.module)):
+            self.emit("together", why=why)
         keep = None
         ends = self.request.finish and not self.request.natural_steps  # the state would not be seen again
         if not self.request.finish or (not ends and room_for_snapshot(self.engine)):
@@ -196,7 +199,7 @@ class Driver:
             with replay.prepared():
                 self._replay(replay, points)
             self.replayed = True
-        except NoLoss as error:
+        except (NoLoss, NotResizable) as error:
             replay.clean_up()
             self.emit("note", text=str(error), resizable=False)
         finally:
@@ -229,7 +232,7 @@ class Driver:
         # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is
         # compiled for it: its size may be none of those that are measured.
         with torch.compiler.set_stance("force_eager"):
-            replay.fits(replay.batch, 1, 1)
+            replay.take_one()
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:

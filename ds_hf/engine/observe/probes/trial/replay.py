@@ -32,7 +32,7 @@ from ds_hf.measure.turns import StopRules, Timing, settle, take_turns
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
-__all__ = ["NoLoss", "Replay", "loss_in"]
+__all__ = ["NoLoss", "NotResizable", "Replay", "loss_in"]
 
 ROUND = 4  # steps of a visit
 SKIPPED_AT_MOST = 40  # steps that a loss scale may take to come down
@@ -45,6 +45,10 @@ Size = tuple[int, int]  # micro-batch, accumulation
 
 class NoLoss(ValueError):
     """The model's output has no loss, so a micro-batch cannot be repeated without the script."""
+
+
+class NotResizable(ValueError):
+    """The model does not take other numbers of samples than the script's."""
 
 
 def loss_in(output: Any) -> Tensor:
@@ -160,6 +164,29 @@ class Replay:
         most = peaks[0] if peaks else self.meter.at_rest()
         peak = agree_max(self.engine, most, lambda t: collectives.all_reduce_max(t, self.engine.mesh.world, "a peak"))
         return fine, peak
+
+    def take_one(self) -> None:
+        """A first step, of one sample.
+
+        Raises:
+            NotResizable: the model, of any process, does not take it (batch norm, a division of the batch).
+        """
+        failed: Exception | None = None
+        mesh = self.engine.mesh
+        try:
+            with shared_out_of_memory(mesh, lambda error: not isinstance(error, NoLoss)):
+                self.step(resized(self.batch, 1), 1)
+        except NoLoss:
+            raise
+        except Exception as error:  # the model's own, of any kind
+            failed = error
+            self.clean_up()
+        why = f"{type(failed).__name__}: {failed}" if failed is not None and not is_out_of_memory(failed) else ""
+        flag = torch.tensor([bool(why)], dtype=torch.int32, device=self.engine.device)
+        collectives.all_reduce_max(flag, mesh.world, "whether the model takes one sample")
+        if bool(flag):
+            raise NotResizable(f"the model does not take one sample ({why or 'on another process'}), so only the "
+                               "script's own steps are timed")  # fmt: skip
 
     def clean_up(self) -> None:
         """Forget a step that failed in the middle."""

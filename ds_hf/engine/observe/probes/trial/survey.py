@@ -19,6 +19,7 @@ from ds_hf import host
 from ds_hf.dtypes import name_of
 from ds_hf.engine.modules.own_loss import ignores_items
 from ds_hf.engine.observe.flops import products
+from ds_hf.engine.observe.probes.trial.alone import why_not_alone
 from ds_hf.engine.observe.probes.trial.batches import Batch, inputs_of, resized, shapes_of, tensors_in
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.zero.buffer import logical_shape
@@ -149,6 +150,8 @@ def survey(replay: Replay, emit: Emit) -> None:
     }
     if "num_items_in_batch" in replay.batch.kwargs and ignores_items(engine.module):
         found["means"] = True  # whose sum, and so each gradient, grows with the accumulation steps
+    if why := why_not_alone(replay):
+        emit("together", why=why)
     before = is_checkpointing(engine.module)
     found["resident"] = replay.meter.at_rest()
     for on in (False, True):
