@@ -35,6 +35,7 @@ from ds_hf.engine.parallel.data import build_dataloader, dealt_to_data
 from ds_hf.engine.parallel.sampling import SampledLoader, sampled_loader
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.loading import own_parts
 from ds_hf.lr import LrOptions, LrResult
 
 if TYPE_CHECKING:
@@ -322,11 +323,15 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         return state
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-        """Load whole weights, the same on every rank, into the model and the masters behind it. Collective."""
+        """Load whole weights, the same on every rank, into the model and the masters behind it. Collective.
+
+        Of layers and experts that processes divide each takes its part; a part, as the model's own ``state_dict()`` on
+        this process has it, is taken as it is.
+        """
         self._require_alive()
         buffers = self.hooks.used_buffers
         with unshard(buffers):
-            self.module.load_state_dict(state_dict, strict=strict)
+            self.module.load_state_dict(own_parts(self.module, state_dict), strict=strict)
             for buffer in buffers:
                 buffer.write_back()
 

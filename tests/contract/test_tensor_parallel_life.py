@@ -315,6 +315,39 @@ def test_generation_copies_checkpointing_and_loading(tmp_path: Path) -> None:
         assert all(found.values()), found
 
 
+def whole_weights() -> dict[str, bool]:
+    """Whole weights, and parts, into engines that divide layers or experts: they train on as plain torch does."""
+    from tests.helpers.experts import build as experts
+    from tests.helpers.experts import section
+
+    found = {}
+    trained, parts = build("llama"), build("llama")
+    for param in (*trained.parameters(), *parts.parameters()):
+        param.data.mul_(1.1)
+    engine = engine_of("llama", 2, 3)
+    engine.load_module_state_dict(trained.state_dict())
+    losses = plain(trained)
+    found["layers"] = steps(engine, batches_of(3, 1, 1)) == pytest.approx(losses, rel=1e-5)
+    half = engine_of("llama", 2, 0, parts)
+    engine = engine_of("llama", 2, 1)
+    engine.load_module_state_dict(half.module_state_dict())
+    found["parts"] = steps(engine, batches_of(3, 1, 1)) == pytest.approx(losses, rel=1e-5)
+    divided, mixture = experts("mixtral"), experts("mixtral")
+    for param in mixture.parameters():
+        param.data.mul_(1.1)
+    engine = initialize(model=divided, config=config("mixtral", 1, 2, expert_parallel=section(2)))[0]
+    engine.load_module_state_dict(mixture.state_dict())
+    wanted = dict(mixture.named_parameters())
+    cut = [name for name, param in divided.named_parameters() if cut_of(param) is not None]
+    found["experts"] = bool(cut) and all(torch.equal(value, wanted[name]) for name, value in engine.named_weights())
+    return found
+
+
+def test_whole_weights_are_loaded_into_divided_layers() -> None:
+    for found in run_distributed(whole_weights, 2):
+        assert all(found.values()), found
+
+
 def of_alibi(stage: int) -> dict[str, bool]:
     """Bloom's generation, of a prompt with padding: the bias of all heads is made anew for each length."""
     reference, prompt = build("Bloom").eval(), batches_of(1, 1, 1)[0, 0, 0][:, :4]

@@ -13,9 +13,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.engine.zero.buffer import BufferState, unshard
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.unit import Unit
 
-__all__ = ["loadable", "refuse_load"]
+__all__ = ["loadable", "own_parts", "refuse_load"]
+
+
+def own_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with this process's part where a parameter is whole in it and cut here; all else stays as it is."""
+    own = dict(state)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value, cut = own.get(name), cut_of(param)
+        if cut is not None and isinstance(value, Tensor) and value.shape == cut.whole:
+            own[name] = cut.take(value)
+    return own
 
 
 @contextmanager
