@@ -11,22 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ds_hf.engine.comm.memory import shared_out_of_memory
 from ds_hf.engine.observe.probes.learning_rate.feeding import loss_in
 from ds_hf.engine.observe.probes.trial.batches import resized
+from ds_hf.engine.observe.probes.trial.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from ds_hf.engine.observe.probes.trial.replay import Replay
 
 __all__ = ["takes_statistics", "why_not_alone"]
 
-COPIES = 3
-SAME = 1e-3  # of the loss: two passes over one sample that differ by more draw numbers, and tell nothing
+COPIES = 2
+ITEMS = "num_items_in_batch"  # of the whole step, by which transformers' Trainer has a model divide its sum
+SAME = 1e-5  # of a loss in fp32, by rounding
+NOISE = 1e-2  # of the loss: two passes over one sample that differ by more draw numbers, and tell nothing
 DIFFERENT = 0.03  # copies of a sample change a loss in 16 bits by less than this, if they only are averaged
 
 
@@ -40,31 +44,47 @@ def takes_statistics(module: nn.Module) -> str | None:
 
 def why_not_alone(replay: Replay) -> str | None:
     """The same, of losses; ``None`` also where nothing is known. All ranks call it."""
+    items = replay.batch.kwargs.get(ITEMS)
     try:
-        once, again, copies = _losses(replay)
+        with shared_out_of_memory(replay.engine.mesh, is_out_of_memory):
+            once, again, copies = _losses(replay, (1, 1, COPIES), (None, None, None))
+            whole, half = (once, once / 2) if items is None else _losses(replay, (1, 1), (items, 2 * items))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         replay.clean_up()  # the model trains only, or gives another loss in evaluation
         return None
-    if _differ(once, again, SAME) or not _differ(once, copies, DIFFERENT):
+    noise = _difference(once, again)
+    if noise > NOISE:
         return None
-    return "its samples count together (a contrastive loss, or a sum)"
+    if _difference(once, copies) > DIFFERENT:
+        return "its samples count together (a contrastive loss, or a sum)"
+    same = max(SAME if whole.dtype == torch.float32 else DIFFERENT, 10 * noise)
+    if _difference(whole, 2 * half) > same:
+        part = "a part of its loss (the balance of experts)" if _difference(whole, half) > same else "its loss"
+        return (
+            f"{part} is not divided by the items of the whole step, and grows with the accumulation steps; "
+            "model.accepts_loss_kwargs = False, before the Trainer is made, divides it"
+        )
+    return None
 
 
-def _differ(one: float, other: float, share: float) -> bool:
-    return math.isfinite(one + other) and abs(one - other) > share * max(abs(one), abs(other)) + 1e-6
+def _difference(one: Tensor, other: Tensor) -> float:
+    """As a share of the larger one; nothing where one of them is not finite."""
+    first, second = float(one), float(other)
+    largest = max(abs(first), abs(second))
+    return abs(first - second) / largest if math.isfinite(first + second) and largest else 0.0
 
 
-def _losses(replay: Replay) -> list[float]:
-    """Of one sample, of it once more, and of copies of it; as means, whatever the script divides by."""
+def _losses(replay: Replay, numels: tuple[int, ...], items: tuple[Any, ...]) -> list[Tensor]:
+    """Of so many copies of one sample, over so many items; ``None``: as a mean."""
     found = []
     with _evaluating(replay.engine.module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for numel in (1, 1, COPIES):
+        for numel, over in zip(numels, items, strict=True):
             batch = resized(replay.batch, numel, of=1)
-            kwargs = {name: value for name, value in batch.kwargs.items() if name != "num_items_in_batch"}
-            loss = loss_in(replay.engine(*batch.args, **kwargs))
+            kwargs = {name: value for name, value in batch.kwargs.items() if name != ITEMS}
+            loss = loss_in(replay.engine(*batch.args, **kwargs, **({} if over is None else {ITEMS: over})))
             if loss is None:
                 raise LookupError("no loss in evaluation")
-            found.append(float(loss))
+            found.append(loss.detach())
     return found
 
 
