@@ -174,7 +174,7 @@ class View:
         if best is None:
             return (str(record.number), name, "", "", "", record.kind, record.reason)
         value = show_value(value_of(best, self.options.metric, self.flops), self.options.metric)
-        low, high = (p / best.seconds - 1 for p in (best.low, best.high))
+        noise = "({:+.0%} {:+.0%})".format(*(p / best.seconds - 1 for p in (best.low, best.high)))  # of a time alone
         batch = f"{best.micro} x {best.accumulation}"
         expected = record.predicted.get(best.micro)
         ratio = f"{best.seconds / expected[0]:.2f} of expected" if expected else ""
@@ -182,7 +182,7 @@ class View:
             str(record.number),
             name,
             batch,
-            f"{value} ({low:+.0%} {high:+.0%})",
+            f"{value} {noise}" if self.options.metric.is_timed else value,
             gib(best.peak),
             record.kind,
             ratio,

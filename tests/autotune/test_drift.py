@@ -16,9 +16,10 @@ from rich.console import Console
 
 from ds_hf.autotune.confirm import affordable
 from ds_hf.autotune.load import LoadMeter, gpu_share, warning_of
-from ds_hf.autotune.options import Options
-from ds_hf.autotune.records import record_of
+from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.records import Record, record_of
 from ds_hf.autotune.result import Result
+from ds_hf.autotune.trial import Point
 from ds_hf.autotune.view import View
 from ds_hf.measure.machine import compared, levels_of
 from ds_hf.measure.statistics import summarise
@@ -160,6 +161,18 @@ def test_load_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         view.note_load({"load": {"cpu": 3.0, "cores": 4.0}})
     assert capsys.readouterr().out.count("warning: other processes used 3.0 of 4 cores") == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "shown"), [(Metric.MEMORY, "64.0 MiB"), (Metric.LATENCY, "100.0 ms/step (-10% +10%)")]
+)
+def test_the_interval_of_a_time_stands_beside_a_time(
+    metric: Metric, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "1.8 MiB (-37% +59%)" was told of bytes, which are counted."""
+    point = Point(2, 1, 0.1, 0.09, 0.11, 64 << 20)
+    View(Console(width=200), Options(metric=metric)).ended(Record(0, {}, "ok", own=True, points=(point,)))
+    assert f"2 x 1  {shown}  64.0 MiB  ok" in capsys.readouterr().out
 
 
 def test_load_is_measured_and_warned_of() -> None:

@@ -49,7 +49,7 @@ def why_not_alone(replay: Replay) -> str | None:
         with shared_out_of_memory(replay.engine.mesh, is_out_of_memory):
             once, again, copies = _losses(replay, (1, 1, COPIES), (None, None, None))
             whole, half = (once, once / 2) if items is None else _losses(replay, (1, 1), (items, 2 * items))
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
         replay.clean_up()  # the model trains only, or gives another loss in evaluation
         return None
     noise = _difference(once, again)
@@ -61,8 +61,8 @@ def why_not_alone(replay: Replay) -> str | None:
     if _difference(whole, 2 * half) > same:
         part = "a part of its loss (the balance of experts)" if _difference(whole, half) > same else "its loss"
         return (
-            f"{part} is not divided by the items of the whole step, and grows with the accumulation steps; "
-            "model.accepts_loss_kwargs = False, before the Trainer is made, divides it"
+            f"{part} is not divided by the items of the whole step, and grows with the accumulation steps "
+            "(model.accepts_loss_kwargs = False, before the Trainer is made, has it divided)"
         )
     return None
 
