@@ -158,11 +158,15 @@ class Contest:
             worked = (outcome.kind == "ok" and not outcome.too_large) if length else outcome.points or outcome.natural
             if worked:
                 self._again.setdefault(each.key, []).append(outcome)
-            elif length or not mine:
+            elif length or not (mine or self._ended_by_the_budget(outcome)):
                 self.failed[each.key] = f"started as you would, it failed: {outcome.reason or outcome.kind}"
             search.view.note_load(outcome.events)
         self.turns += 1
         self._look_at_the_script()
+
+    def _ended_by_the_budget(self, outcome: LaunchOutcome) -> bool:
+        """Whether a launch had no more than what was left: nothing is known of its setting then."""
+        return outcome.kind == "timeout" and self.search.launches.left <= 0
 
     def differ_in_size_alone(self, rivals: list[Contestant]) -> bool:
         """Whether one launch can measure the best and the user's file."""

@@ -129,6 +129,27 @@ def test_of_two_alike_the_one_that_was_started_again(timed: Search, again_second
     assert result.trusted
 
 
+@pytest.mark.parametrize("left", [0.0, 50.0])
+def test_a_setting_that_the_budget_ended_has_not_failed(timed: Search, left: float) -> None:
+    """It was fast in the engine, and its last launch got what was left: that was told as a failure of the setting, and
+    the file was dropped. With time left it is one."""
+    world = Timed()
+    run = world.run
+
+    def ends(launch: Launch, watch: Any) -> LaunchOutcome:
+        outcome = run(launch, watch)
+        if len(world.again) < 2:
+            return outcome
+        world.spent = 230.0 - left
+        return LaunchOutcome("timeout", "took longer than 30 s", seconds=30.0, events=outcome.events)
+
+    world.run = ends  # type: ignore[method-assign]
+    result = timed(world, budget=230.0)
+    assert [launch["stage"] for launch in world.again][:1] == [3]
+    assert result.trusted == result.kept == bool(left)
+    assert ("ended before the next turn" in result.why_not) == (not left)
+
+
 def test_time_for_one_launch_confirms_another_division(timed: Search) -> None:
     """Nothing new is begun that would leave too little for it."""
     world = Timed(steps=4, gain=1.0)
