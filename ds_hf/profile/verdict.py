@@ -32,6 +32,7 @@ WIRE_GRADIENTS = "ds_hf.wire.gradients"
 _BLOCK_BITS = 8 + 32 / 256  # a number in 8 bits with its part of a block's scale
 _UPDATE_DIVIDED = stages_with(gradients=Placement.PARTIAL, optimizer=Placement.SHARDED)[0]
 _ROOM = 0.92  # of the device's memory that may be planned with
+_MOVED = ("gather", "reduction", "collective", "update", "offload")  # what placements of states have to do with
 NAMES = {
     "gather": "gathers of weights",
     "reduction": "reductions of gradients",
@@ -225,6 +226,8 @@ class _Judge:
                 return 0.0
         except (ConfigError, ValueError, ArithmeticError):
             return 0.0
+        concerned = (*_MOVED, "compute") if COMPILE in changes else _MOVED
+        saved = min(saved, sum(self.a.kinds.get(kind, 0.0) for kind in concerned))  # what else there is stays
         return self.a.seconds / max(self.a.seconds - saved, 0.05 * self.a.seconds)
 
     def _fits(self, setting: Mapping[str, Any], steps: int) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ds_hf.engine.events import told
 from ds_hf.engine.offload import aio
 from ds_hf.profile.analysis import Analysis, analyse, fullest_expert
 from ds_hf.profile.load import read_run
-from ds_hf.profile.verdict import Finding, Verdict, changed_file, judge
+from ds_hf.profile.verdict import COMPILE, STAGE, Finding, Verdict, _Judge, changed_file, judge
 from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, section
@@ -206,6 +207,20 @@ def test_slow_gathers_are_exposed_and_a_lower_stage_is_predicted_to_help(tmp_pat
     assert verdict.config is not None
     assert verdict.config["zero_optimization"]["stage"] < 3
     assert f"{found.gain:.2f} x by prediction" in str(found)
+
+
+@pytest.mark.parametrize(("changes", "left"), [({STAGE: 1}, 0.43), ({COMPILE: "blocks"}, 0.12)])
+def test_no_change_is_predicted_to_save_more_than_it_has_to_do_with(changes: dict[str, Any], left: float) -> None:
+    """Another stage was "20.00 x by prediction" where gathers were 36 % of a step: tiny models are not what the
+    roofline is made for."""
+    kinds = {"gather": 0.36, "reduction": 0.21, "compute": 0.31, "script": 0.12}
+    model = SimpleNamespace(
+        survey=SimpleNamespace(points={2: (1.0, 4, 0.0, 0)}), roofline=lambda at, *_: 10.0 * (at == own)
+    )
+    own = {STAGE: 3, COMPILE: False}
+    told: Any = SimpleNamespace(a=SimpleNamespace(seconds=1.0, kinds=kinds), tree={}, own=own, model=model)
+    told._fits = lambda *_: True
+    assert _Judge.gain(told, changes) == pytest.approx(1 / left)
 
 
 def test_a_changed_file_is_the_users_own_but_for_what_changes() -> None:
