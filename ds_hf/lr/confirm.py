@@ -118,13 +118,13 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int 
 
 def so_far(runs: Sequence[RunResult], total_steps: int | None = None) -> Decision | None:
     """What runs say of which more were to come: the longest of them, where these have tried three rates, else the
-    shorter ones; ``None`` where nothing has held."""
+    shorter ones; ``None`` where nothing has held, or one rate was tried, which lies at the limit and beats nothing."""
     found: dict[int, dict[float, list[float]]] = {}
     for each in runs:
         found.setdefault(each.run.steps, {}).setdefault(each.run.lr, []).append(each.loss)
     for steps in sorted(found, reverse=True):
         losses = {lr: sum(several) / len(several) for lr, several in found[steps].items()}
-        if (len(losses) > 2 or steps == min(found)) and any(map(math.isfinite, losses.values())):
+        if len(losses) > (1 if steps == min(found) else 2) and any(map(math.isfinite, losses.values())):
             return _decision(losses, steps, total_steps)
     return None
 

@@ -112,6 +112,10 @@ def test_the_best_of_what_there_is() -> None:
     short = made(50, [1e-1, 3e-2, 1e-2, 3e-3])
     assert so_far([]) is None
     assert so_far(short[:2]) is None
+    assert so_far(made(50, [1e-3])) is None  # at the limit, and compared with nothing: it was the suggestion
+    two = so_far(made(50, [3e-3, 1e-3]))
+    assert two is not None
+    assert two.lr == 1e-3
     found = so_far([*short, *made(100, [1e-3, 2e-3])])
     assert found is not None
     assert found.lr == 3e-3
