@@ -98,6 +98,14 @@ def _lift_refusals(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -
 
 def _tell_batch_size(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> None:
     """The size being tried into the configuration: "auto" was filled in when the first one was."""
+    engine = engine_of(trainer)
+    if engine is not None and engine.destroyed and engine.global_steps:
+        warn_once(
+            f"out of memory after {engine.global_steps} steps: auto_find_batch_size begins anew from the weights that "
+            "they made, and transformers makes a new optimizer under DeepSpeed, without the moments and steps with "
+            "which the Trainer alone goes on. To begin from the first weights, start with the size that is found",
+            about="moments of batch sizes that were tried",
+        )
     wrapped(*args, **kwargs)
     if trainer.is_deepspeed_enabled:
         config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config

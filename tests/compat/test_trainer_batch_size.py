@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import Trainer
 
+from ds_hf.log import logger
 from tests.compat.common import WORLD, largest_difference, run_user_code
 from tests.compat.trainer_code import STAGES, TOLERANCE, config, fit, history, make_trainer
+from tests.helpers.logs import Lines
 
 FITS = 2  # samples of a micro-batch
 HUGE = 1 << 60  # bytes that no machine has
@@ -68,6 +70,32 @@ def test_batch_size_is_lowered_until_it_fits(stage: int, only_rank: int | None, 
         for batch, logged in results:
             assert batch == (FITS * 2 * WORLD, FITS, 2)
             assert largest_difference(logged, expected) <= TOLERANCE
+
+
+class Later(Trainer):
+    """Runs out of memory in its second step."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(inputs["input_ids"]) > FITS and self.state.global_step:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def find_later(folder: Path) -> tuple[list[str], Any]:
+    lines = Lines()
+    logger.addHandler(lines)
+    more = {"auto_find_batch_size": True, "trainer_class": Later, "per_device_train_batch_size": FITS + 1}
+    trainer = make_trainer(folder, config(2), **more)
+    trainer.train()
+    found = [text for text in lines.texts if "out of memory after 1 steps" in text and "without the moments" in text]
+    return found, (trainer.deepspeed.get_batch_info(), trainer.deepspeed.global_steps == trainer.state.max_steps)
+
+
+def test_moments_that_are_lost_with_a_batch_size_are_told(tmp_path: Path) -> None:
+    found, (batch, all_steps) = run_user_code(find_later, tmp_path, timeout=60)[0]
+    assert len(found) == 1
+    assert batch[1] == FITS
+    assert all_steps
 
 
 def find_inside(folder: Path, zero: dict[str, int]) -> tuple[int, int, int]:
