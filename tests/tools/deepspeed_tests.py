@@ -13,8 +13,9 @@ is changed or kept: its ``tests`` are copied to a temporary folder. There
   models that are compared with torch's DDP lie on the CPU, and the model from the net is a small one;
 - a test that hangs ends with its file's processes, and those behind it run.
 
-With ``--state-defaults`` a file of stage 3 says what DeepSpeed does where it says nothing of
-``stage3_param_persistence_threshold``: parameters of fewer than 100,000 elements stay whole, and tests read them so.
+With ``--state-defaults`` files say what DeepSpeed does where they say nothing and ds_hf does otherwise: parameters of
+fewer than 100,000 elements stay whole at stage 3 (``stage3_param_persistence_threshold``), gradients of bf16 are summed
+in bf16 (``grad_accum_dtype``), and weights are rounded to bf16 before masters are made of them (``model.bfloat16()``).
 """
 
 from __future__ import annotations
@@ -80,18 +81,21 @@ builtins._ds_hf_absent = _absent
 
 # Appended with --state-defaults: it changes what the script says, not the engine.
 _STATED = """
-import copy, functools, deepspeed
+import functools, deepspeed
 def _stating(function, names):
     @functools.wraps(function)
     def call(*args, **kwargs):
         for name in names:
             found = kwargs.get(name)
             zero = found.get("zero_optimization") if isinstance(found, dict) else None
-            if isinstance(zero, dict) and zero.get("stage") == 3:
-                stated = {"stage3_param_persistence_threshold": 100_000, **zero}
-                if "param_persistence_threshold" in zero:
-                    del stated["stage3_param_persistence_threshold"]
-                kwargs[name] = {**found, "zero_optimization": stated}
+            stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+            if stage == 3 and "param_persistence_threshold" not in zero:
+                zero = {"stage3_param_persistence_threshold": 100_000, **zero}
+            if stage and isinstance(found.get("bf16"), dict) and found["bf16"].get("enabled") is True:
+                found = {"data_types": {"grad_accum_dtype": "bf16"}, **found}
+                kwargs["model"].bfloat16()
+            if stage:
+                kwargs[name] = {**found, "zero_optimization": zero}
         return function(*args, **kwargs)
     return call
 if not hasattr(deepspeed.initialize, "__wrapped__"):
