@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 
 def made(folder: Path, words: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """``words`` run there, as somebody would who has just cloned it."""
+    """Run the command ``words`` in ``folder``, without the variables of this run of the tests."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "DS_HF_"))}
     environment.pop("PYTHONPATH", None)
     return subprocess.run(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.helpers.started import ForkedProgram
 from tests.tools import deepspeed_tests
@@ -59,3 +64,24 @@ def test_tests_may_have_more_processes_than_there_are_devices(tmp_path: Path) ->
     deepspeed_tests.adapt(tmp_path)
     assert "if False:" in common.read_text()
     assert "def pytest_runtest_logreport" in (tmp_path / "conftest.py").read_text()
+
+
+def test_defaults_are_stated_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file of stage 3 in bf16, and of one that says it itself."""
+    seen: list[dict[str, Any]] = []
+    stand_in = SimpleNamespace(initialize=lambda model, config: seen.append(config))
+    monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
+    exec(deepspeed_tests._STATED, {})
+    model = nn.Linear(2, 2)
+    stand_in.initialize(model=model, config={"zero_optimization": {"stage": 2}})
+    assert model.weight.dtype == torch.float32
+    own = {"stage": 3, "stage3_param_persistence_threshold": 7}
+    stand_in.initialize(model=model, config={"zero_optimization": own})
+    stand_in.initialize(model=model, config={"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    assert model.weight.dtype == torch.bfloat16
+    assert seen[0] == {"zero_optimization": {"stage": 2}}
+    assert seen[1] == {"zero_optimization": own}
+    assert seen[2]["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+    assert seen[2]["data_types"] == {"grad_accum_dtype": "bf16"}
+    deepspeed_tests.adapt(tmp_path, state_defaults=True)
+    assert deepspeed_tests._STATED in (tmp_path / "conftest.py").read_text()

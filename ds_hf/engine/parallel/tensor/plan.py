@@ -165,12 +165,11 @@ def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -
             if style.sums_gradient:
                 division.sums = list(own)
             if style.cuts:
-                faults += _unfit(name, module)
                 uneven = [*_cut_layer(division, own, rule, size, faults)]
                 if uneven and style.stands_alone and rule.said != VOCAB_PARALLEL:
                     _tell_of_uneven(uneven[0])
                     continue
-                faults += uneven
+                faults += [*_unfit(name, module), *uneven]
             yield division
     by_owner: dict[str, dict[str, Rule]] = defaultdict(dict)
     for path, rule in rules.params.items():
@@ -326,7 +325,8 @@ def _uneven(
     if style.cuts == "rows" or name.rpartition(".")[2] in ("lm_head", "embed_out"):
         fix += f", or model.resize_token_embeddings(..., pad_to_multiple_of={size})"
     whole = f"{odd}" if len(sizes) == 1 else f"{odd} of {shape[dim]}"
-    yield Fault(POINTER, f"{what} {name} ({key} {tuple(shape)}) are {whole}, which {size} does not divide", fix)
+    verb = "is" if style.cuts in ("rows", "columns") else "are"
+    yield Fault(POINTER, f"{what} {name} ({key} {tuple(shape)}) {verb} {whole}, which {size} does not divide", fix)
 
 
 def _of_parameters(
