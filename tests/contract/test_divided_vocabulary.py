@@ -145,7 +145,7 @@ def test_what_is_divided_and_what_is_refused() -> None:
     assert faults_of(tied("llama")) == "lm_head:out,model.embed_tokens:rows"
     rules = {**PARTITION, "layer_specs": PARTITION["layer_specs"][:3]}  # which leave both ends whole
     assert faults_of(build("fused"), {"autotp_size": 2, "partition_config": rules}) == "lm_head:out"
-    assert "the vocabulary of model.embed_tokens (weight (65, 32)) are 65" in faults_of(
+    assert "the vocabulary of model.embed_tokens (weight (65, 32)) is 65" in faults_of(
         build("llama", tie_word_embeddings=True, vocab_size=65)
     )
     assert "LlamaModel has no output layer that ds_hf knows" in faults_of(build("llama").model)  # type: ignore[arg-type]
