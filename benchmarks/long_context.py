@@ -226,6 +226,7 @@ def measure(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             model=model, micro_batch=micro_batch, seq=length, stage=args.stage, accumulation=1, clip=1.0,
             checkpointing=part != "budget", compile=False, offload="none", buckets="default", engines=",".join(names),
             steps=args.steps, warmup=2 if args.cpu else 4, rounds=args.rounds, device=args.device,
+            side_by_side=args.side_by_side,
         )  # fmt: skip
         records = training.measure(row)
         found.append({"part": part, "model": model, "micro_batch": micro_batch, "length": length, "records": records})
@@ -363,6 +364,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="timed, of each engine; default 10, with --cpu 2")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--side-by-side", action="store_true", help="all engines at once, in turns of a few steps")
     parser.add_argument("--budget", type=float, default=80.0, help="GB of GPU memory for the part longest")
     parser.add_argument("--lengths", default="", help="of the part longest; default 32768 to 524288")
     parser.add_argument("--deepspeed-path", default="")

@@ -8,8 +8,9 @@
 ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 parameters and torch's fused AdamW, which is
 less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
 With ``--tied`` the output layer has the embedding's weight: ds_hf leaves both whole, and *divided* is ds_hf with
-``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``. *half* is ds_hf without tensor
-parallelism and half the micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
+``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``. *waiting* and *tokens-waiting*
+have compiled blocks that run nothing beside what they exchange. *half* is ds_hf without tensor parallelism and half the
+micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is
@@ -25,6 +26,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,6 +99,19 @@ class DividedTokens(DsHf):
     """The same with the tokens divided between cut layers."""
 
     own: ClassVar[dict[str, Any]] = {"tensor_sequence_parallel": True}
+
+
+def waiting(ours: type[DsHf]) -> type[DsHf]:
+    """``ours`` whose compiled blocks wait for each exchange, and run nothing beside it."""
+
+    class Waiting(ours):  # type: ignore[misc, valid-type]
+        def __init__(self, args: argparse.Namespace) -> None:
+            from ds_hf.engine.modules.overlap import PATCHES
+
+            with mock.patch.dict(PATCHES, clear=True):
+                super().__init__(args)
+
+    return Waiting
 
 
 class DeepSpeed(training.Contender):
@@ -186,6 +201,8 @@ def install() -> None:
         "chunked": Chunked,
         "divided": Divided,
         "tokens": DividedTokens,
+        "waiting": waiting(DsHf),
+        "tokens-waiting": waiting(DividedTokens),
         "deepspeed": DeepSpeed,
         "transformers": Transformers,
         "half": Half,

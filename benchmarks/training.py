@@ -379,20 +379,35 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - began
     gc.collect()
     gc.disable()  # a collection of everything that was imported takes as long as a step, and comes where it will
-    length = args.steps // -(-args.steps // STRETCH)  # all alike: each begins and ends with a device at rest
-    for first in range(args.warmup, len(data) - length + 1, length):
-        stretch = data[first : first + length]
-        dist.barrier()
-        start = time.perf_counter()
-        losses += [engine.step(batches) for batches in stretch]
-        engine.finish()
-        synchronize(args)
-        times.append((time.perf_counter() - start) / len(stretch))
+    for stretch in stretches(data, args):
+        took, found = timed(engine, stretch, args)
+        times.append(took)
+        losses += found
     peak = torch.cuda.max_memory_allocated() if args.device != "cpu" else 0
     reserved = torch.cuda.max_memory_reserved() if args.device != "cpu" else 0
     engine.free()
     del engine
     gc.collect()
+    return of_all_ranks(times, losses, peak, reserved, built)
+
+
+def stretches(data: list[Any], args: argparse.Namespace) -> list[list[Any]]:
+    """What is timed at once: each begins and ends with a device at rest, and all are alike."""
+    length = args.steps // -(-args.steps // STRETCH)
+    return [data[first : first + length] for first in range(args.warmup, len(data) - length + 1, length)]
+
+
+def timed(engine: Contender, stretch: list[Any], args: argparse.Namespace) -> tuple[float, list[Tensor]]:
+    """Seconds a step, and losses."""
+    dist.barrier()
+    start = time.perf_counter()
+    losses = [engine.step(batches) for batches in stretch]
+    engine.finish()
+    synchronize(args)
+    return (time.perf_counter() - start) / len(stretch), losses
+
+
+def of_all_ranks(times: list[float], losses: list[Tensor], peak: int, reserved: int, built: float) -> dict[str, Any]:
     mean_losses = torch.stack(losses).float()
     dist.all_reduce(mean_losses)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -408,10 +423,43 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_side_by_side(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All engines are there at once and take turns after each stretch, so that a host whose speed changes meanwhile is
+    the same one for all; peaks are not told apart, and 0."""
+    names = args.engines.split(",")
+    data = [tokens(args, step) for step in range(args.warmup + args.steps)]
+    engines: dict[str, Contender] = {}
+    times: dict[str, list[float]] = {}
+    losses: dict[str, list[Tensor]] = {}
+    built: dict[str, float] = {}
+    for name in names:
+        began = time.perf_counter()
+        engine = engines[name] = ENGINES[name](args)
+        times[name], losses[name] = [], [engine.step(batches) for batches in data[: args.warmup]]
+        engine.finish()
+        synchronize(args)
+        built[name] = time.perf_counter() - began
+    gc.collect()
+    gc.disable()
+    for _ in range(args.rounds):
+        for stretch in stretches(data, args):
+            for name in names:
+                took, found = timed(engines[name], stretch, args)
+                times[name].append(took)
+                losses[name] += found
+    gc.enable()
+    turns = {name: [of_all_ranks(times[name], losses[name], 0, 0, built[name])] for name in names}
+    for engine in engines.values():
+        engine.free()
+    return summarise(turns, args)
+
+
 def measure(
     args: argparse.Namespace, after: Callable[[list[dict[str, Any]]], None] = lambda records: None
 ) -> list[dict[str, Any]]:
     """All engines in turn, ``--rounds`` times; ``after`` gets what is known after each, for runs that are cut off."""
+    if getattr(args, "side_by_side", False):
+        return measure_side_by_side(args)
     names = args.engines.split(",")
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(args.rounds):
@@ -485,6 +533,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--side-by-side", action="store_true", help="all engines at once, in turns of a few steps")
     parser.add_argument("--deepspeed-path", default="")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -24,8 +24,7 @@ from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.events import Phase
-from ds_hf.engine.modules.capturing import captures_of
-from ds_hf.engine.modules.compiling import ModuleCompiler, blocks_of, tell_of_compilation
+from ds_hf.engine.modules.compiling import ModuleCompiler, blocks_of, compiler_of, tell_of_compilation
 from ds_hf.engine.modules.generation import Generation, generation_for
 from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -134,8 +133,7 @@ class CoreEngine(nn.Module):
     @cached_property
     def compiler(self) -> ModuleCompiler:
         """Compiles modules, and knows which are."""
-        budget = self.settings.ds_hf.activation_memory_budget
-        return ModuleCompiler((m for unit in self.units for m in unit.modules), budget, partial(captures_of, self))
+        return compiler_of(self)
 
     # -- training -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ References are computed on a GPU too: transformers has cosines of positions and 
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from ds_hf import initialize
 from ds_hf.deepspeed_api.sequence import attention
 from ds_hf.engine.comm import peer_exchanges
+from ds_hf.engine.modules import overlap  # noqa: F401 - its operator
 from tests.contract import test_hierarchical, test_onebit, test_sequence_parity, test_tensor_parallel, test_wire
 from tests.contract.test_parity import CLIP
 from tests.engine.parallel.pipeline import test_training as pipelines
@@ -88,6 +90,21 @@ def test_compiled_cut_layers(stage: int) -> None:
     (divided, report), (other, _) = on_two(compiled_layers, stage, tensor_sequence_parallel=True)
     assert divided == other == pytest.approx(first, rel=0.01)
     assert report[1] == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_leave_room(dtype: torch.dtype) -> None:
+    left, right = (
+        torch.randn(4096, 512, device="cuda", dtype=dtype).t(),
+        torch.randn(4096, 768, device="cuda", dtype=dtype),
+    )
+    settings: Any = torch._C
+    before = settings._get_blas_preferred_backend(), settings._get_sm_carveout_experimental()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.ops.ds_hf_overlap.mm(left, right)
+    torch.testing.assert_close(found, left @ right)
+    assert (settings._get_blas_preferred_backend(), settings._get_sm_carveout_experimental()) == before
 
 
 def generated(stage: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.modules.capturing import EAGER, Captures, records
+from ds_hf.engine.modules.capturing import EAGER, Captures, captures_of, records
 from ds_hf.engine.zero.unit import Unit, in_backward, tensors_in
 from ds_hf.log import announce, logger, warn_once
 
@@ -28,6 +29,7 @@ __all__ = [
     "StandIn",
     "attach",
     "blocks_of",
+    "compiler_of",
     "computes_with_liger",
     "tell_of_compilation",
     "tell_of_the_wait",
@@ -78,6 +80,7 @@ class ModuleCompiler:
         hooked: the modules that have hooks; their ``compile()`` leads here.
         budget: of what backward needs, the fraction of bytes that compiled code may keep; ``None``: as torch is set.
         captures: makes what holds the blocks in CUDA graphs, when a module is compiled.
+        shared: several processes compute a block together: what they exchange runs beside products.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class ModuleCompiler:
         hooked: Iterable[nn.Module],
         budget: float | None = None,
         captures: Callable[[], Captures] = lambda: Captures(lambda: None),
+        *,
+        shared: bool = False,
     ) -> None:
         self.hooked = list(dict.fromkeys(hooked))
-        self.budget, self._make_captures = budget, captures
+        self.budget, self._make_captures, self._shared = budget, captures, shared
         self._eager: set[nn.Module] = set()  # captured, and not compiled
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
@@ -149,8 +154,8 @@ class ModuleCompiler:
         graphs = records(options.get("backend"), options.get("mode"), options.get("options"))
         if options.get("backend") == EAGER:
             self._eager.add(module)
-        if self.budget is not None:
-            options = _within(self.budget, **options)
+        if self.budget is not None or self._shared:
+            options = _with_backend(self.budget, self._shared, **options)
         forward = torch.compile(own, *args, **options)
         if not graphs:
             return forward
@@ -207,6 +212,16 @@ def _is_ligers(forward: Any) -> bool:
     code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     used = [function, *(names.get(name) for name in code.co_names)] if code else [function]
     return any(str(getattr(each, "__module__", "")).startswith("liger_kernel.") for each in used)
+
+
+def compiler_of(engine: Any) -> ModuleCompiler:
+    """That of ``engine``, of all modules of its units."""
+    return ModuleCompiler(
+        (module for unit in engine.units for module in unit.modules),
+        engine.settings.ds_hf.activation_memory_budget,
+        partial(captures_of, engine),
+        shared=engine.mesh.shape.tensor > 1,
+    )
 
 
 def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:
@@ -274,20 +289,23 @@ def tell_of_compilation(engine: Any) -> None:
             )
 
 
-def _within(budget: float, /, **options: Any) -> dict[str, Any]:
-    """The options of ``torch.compile`` with a backend that keeps to the budget."""
+def _with_backend(budget: float | None, shared: bool, /, **options: Any) -> dict[str, Any]:
+    """The options of ``torch.compile`` with a backend that keeps to the budget, and lets exchanges run beside."""
     mode, patches, dynamic = options.pop("mode", None), options.pop("options", None), options.get("dynamic")
-    backend = _Budgeted(options.get("backend", "inductor"), budget, mode, patches, dynamic)
+    backend = _Backend(options.get("backend", "inductor"), budget, shared, mode, patches, dynamic)
     return {**options, "backend": backend}
 
 
-class _Budgeted:
-    """A backend under ``activation_memory_budget``, which torch reads when it divides a graph into its two passes.
+class _Backend:
+    """A backend under ``activation_memory_budget``, which torch reads when it divides a graph into its two passes, and
+    for blocks that processes share with the order of ``modules/overlap.py``, unless ``patches`` have a pass of theirs.
 
-    So the process's own setting stays, and a call of what is compiled costs nothing more. Equal ones share graphs.
+    So the process's own settings stay, and a call of what is compiled costs nothing more. Equal ones share graphs.
     """
 
-    def __init__(self, backend: Any, budget: float, mode: str | None, patches: Any, dynamic: bool | None) -> None:
+    def __init__(
+        self, backend: Any, budget: float | None, shared: bool, mode: str | None, patches: Any, dynamic: bool | None
+    ) -> None:
         from torch._dynamo import lookup_backend
 
         self.backend, self.budget = lookup_backend(backend), budget
@@ -296,19 +314,23 @@ class _Budgeted:
             from torch._inductor import list_mode_options
 
             chosen = list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+            if shared:
+                from ds_hf.engine.modules.overlap import PATCHES
+
+                chosen = {**PATCHES, **chosen}
             self.options["config_patches"] = {**chosen, **(patches or {})}
         else:
             self.options = {key: value for key, value in (("mode", mode), ("options", patches)) if value}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Budgeted) and vars(self) == vars(other)
+        return isinstance(other, _Backend) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         from torch._functorch import config
 
-        with config.patch(activation_memory_budget=self.budget):
+        with config.patch(activation_memory_budget=self.budget) if self.budget is not None else nullcontext():
             return self.backend(graph, inputs, **self.options)
 
 
