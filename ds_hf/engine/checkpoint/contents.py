@@ -359,12 +359,13 @@ def _report_states(
         report.groups[piece.name] = piece.segment.group
         entry["states"].update((key, flat_key(index, key)) for key in found.moments)
         entry["scalars"] = {key: encode_scalar(value) for key, value in found.scalars.items()}
-        if found.irregular or found.packed:
-            kept = {"state": found.irregular, **({"packed": found.packed} if found.packed else {})}
+        beside = {name: value for name, value in (("packed", found.packed), ("objects", found.objects)) if value}
+        if found.irregular or beside:
+            kept = {"state": found.irregular, **beside}
             check_loadable(kept, f"the optimizer's state of {piece.name}")
             irregular.append({"where": piece.where, **kept})
             report.packs |= bool(found.packed)
-        if found.irregular:
+        if found.irregular or found.objects:
             report.irregular.append(piece.where)
 
 

@@ -22,7 +22,7 @@ from ds_hf.checkpoint.source import Source
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of, world_of
 from ds_hf.engine.checkpoint.resume import Fit
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of, unpacked
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, made, pieces, segments_of, unpacked
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.optim.streaming import is_known, library_of
 from ds_hf.engine.optim.zenflow.rounds import ROUNDS
@@ -129,6 +129,8 @@ def restore_states(engine: Checkpointable, fit: Fit, source: Source, irregular: 
                 for key, packed in entry.get("packed", {}).items() if same else ():
                     value = unpacked(packed, device)
                     state.update({} if value is None else {key: value})
+                for key, saved in entry.get("objects", {}).items() if same else ():
+                    state[key] = made(optimizer, saved, device)
 
 
 def _part(engine: Checkpointable, buffer: FlatBuffer, fit: Fit) -> None:

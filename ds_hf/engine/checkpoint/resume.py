@@ -130,6 +130,10 @@ def _is_packed(value: Any) -> bool:
     return _is_dict_of(value["inner"], lambda each: isinstance(each, torch.Tensor))
 
 
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("attributes"), dict) and "class" in value
+
+
 def _rank_state(path: Path) -> dict[str, Any]:
     state = read_pickled(path)
     _require(path, "irregular", state.setdefault("irregular", []), lambda v: isinstance(v, list))
@@ -138,6 +142,7 @@ def _rank_state(path: Path) -> dict[str, Any]:
             path, "irregular", entry, lambda v: isinstance(v, dict) and _is_dict_of(v.get("state"), lambda _: True)
         )
         _require(path, "packed", entry.get("packed", {}), lambda v: _is_dict_of(v, _is_packed))
+        _require(path, "objects", entry.get("objects", {}), lambda v: _is_dict_of(v, _is_object))
         _require(path, "irregular", entry.get("where"), lambda v: _are_stretches([[0, *v]]) if _is_row(v) else False)
     if "param_groups" in state:
         _require(path, "param_groups", state["param_groups"], lambda v: isinstance(v, list) and all(map(_is_dict, v)))

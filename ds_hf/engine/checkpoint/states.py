@@ -5,11 +5,13 @@ every parameter of the stretch; what is neither (factored moments, histories) is
 that covers exactly the same elements. Codes that are whole numbers are no moments where the same state has the scales
 of their blocks (the 8 bits of bitsandbytes): both are irregular. Moments in tensors that pack such codes themselves
 (torchao's) are saved as the numbers that they stand for, and *packed* beside them: the pieces that saved them go on
-with the same codes.
+with the same codes. *Objects* of an optimizer's own package (GaLore's and APOLLO's projectors) are saved as the name of
+their class and their attributes, and made of them without running their code.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from ds_hf.checkpoint.format import SavedCut
 from ds_hf.engine.checkpoint.live import Checkpointable, cut_in, names_of
@@ -26,7 +29,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.layout import Fragment
 from ds_hf.errors import CheckpointError
 
-__all__ = ["SCRIPTS_OWN", "OwnedPiece", "decode_scalar", "kinds", "pieces", "plain", "segments_of", "unpacked"]
+__all__ = ["SCRIPTS_OWN", "OwnedPiece", "decode_scalar", "kinds", "made", "pieces", "plain", "segments_of", "unpacked"]
 
 # Options of a group that are the script's and in no checkpoint: which positions have gradients (1-bit optimizers).
 SCRIPTS_OWN = ("exp_avg_mask",)
@@ -56,6 +59,7 @@ class Kinds:
     scalars: dict[str, Any]
     irregular: dict[str, Any]
     packed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def segments_of(optimizer: ShardedOptimizer, buffer: FlatBuffer) -> list[Segment]:
@@ -91,6 +95,8 @@ def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:
                 found.packed[key] = {"class": _full_name(type(value)), "inner": inner, "context": context}
         elif value is None or isinstance(value, bool | int | float | str) or _is_scalar(value):
             found.scalars[key] = value
+        elif _is_object_of(optimizer, type(value)):
+            found.objects[key] = {"class": _full_name(type(value)), "attributes": dict(vars(value))}
         else:
             found.irregular[key] = value
     if found.irregular:
@@ -113,6 +119,36 @@ def unpacked(packed: dict[str, Any], device: torch.device) -> Tensor | None:
             inner = {name: value.to(device) for name, value in packed["inner"].items()}
             return each.__tensor_unflatten__(inner, packed["context"], None, None)  # type: ignore[no-any-return]
     return None
+
+
+def made(optimizer: ShardedOptimizer, saved: dict[str, Any], device: torch.device) -> Any:
+    """The object that ``Kinds.objects`` describes, with its tensors on ``device``; nothing of its class runs.
+
+    Raises:
+        CheckpointError: the optimizer's package, as it has been imported, has no such class.
+    """
+    name = str(saved.get("class"))
+    for module in [module for known, module in sys.modules.items() if known == name.rpartition(".")[0]]:
+        kind = vars(module).get(name.rpartition(".")[2])
+        if isinstance(kind, type) and _full_name(kind) == name and _is_object_of(optimizer, kind):
+            found: Any = object.__new__(kind)
+            vars(found).update(tree_map_only(Tensor, lambda value: value.to(device), saved["attributes"]))
+            return found
+    raise CheckpointError(
+        f"the optimizer's state in the checkpoint has a {name}, which the package of "
+        f"{type(optimizer.optimizer).__name__} does not have here: install the release that saved it, or load with "
+        "load_optimizer_states=False"
+    )
+
+
+def _is_object_of(optimizer: ShardedOptimizer, kind: type) -> bool:
+    """Whether attributes are all that there is of objects of ``kind``, a class of the optimizer's package."""
+    package = type(optimizer.optimizer).__module__.split(".")[0]
+    plain_object = [getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__", "__new__")]
+    bare = not hasattr(kind, "__setstate__") and getattr(object, "__getstate__", None) is getattr(
+        kind, "__getstate__", None
+    )
+    return kind.__module__.split(".")[0] == package and all(plain_object) and bare and kind.__dictoffset__ != 0
 
 
 def _full_name(kind: type) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.errors import CheckpointError
 from tests.helpers.distributed import run_distributed
 
 
@@ -100,6 +101,48 @@ def _momentum(state: dict[str, Any], param: Tensor) -> Tensor:
     return ((state["state1"].float().view(-1, 4) - 128) / 127 * state["absmax1"][:, None]).view(param.shape)
 
 
+class Projector:
+    """As GaLore's and APOLLO's: an object among the states of a parameter, with tensors of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.basis = rank, [torch.empty(0)]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        if not self.basis[0].numel():
+            self.basis = [torch.linalg.qr(gradient.reshape(len(gradient), -1))[0][:, : self.rank]]
+        return self.basis[0].t() @ gradient
+
+
+class Counted(Projector):
+    """One that its class has to make."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("a checkpoint runs no code")
+
+
+class LowRank(torch.optim.Optimizer):
+    """Momentum in the space of the first gradients."""
+
+    kind: type[Projector] = Projector
+
+    def __init__(self, params: Any, mng: Any = None) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if "projector" not in state:
+                state["projector"] = self.kind(2)
+            low = state["projector"](param.grad.float())
+            state["exp_avg"] = low + 0.9 * state.get("exp_avg", torch.zeros_like(low))
+            param -= 0.1 * state["projector"].basis[0] @ state["exp_avg"]
+
+
+class OfCode(LowRank):
+    kind = Counted
+
+
 def _engine(stage: int, mng: Any = None, kind: Any = AdamW) -> Any:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
@@ -135,6 +178,47 @@ def test_a_run_with_coded_states_goes_on_as_if_it_had_not_stopped(stage: int, la
     engine.destroy()
     assert got == expected
     assert kept == {"torch.uint8", "torch.bfloat16"}
+
+
+def test_objects_among_the_states_go_on(tmp_path: Path) -> None:
+    engine = _engine(0, kind=LowRank)
+    _train(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    bases = [state["projector"].basis[0] for state in engine.optimizer.state.values()]
+    expected = _train(engine, range(3, 6))
+    engine.destroy()
+    engine = _engine(0, kind=LowRank)
+    engine.load_checkpoint(tmp_path)
+    again = [state["projector"] for state in engine.optimizer.state.values()]
+    assert [(type(each), each.rank) for each in again] == [(Projector, 2)] * 5
+    assert all(torch.equal(each.basis[0], basis) for each, basis in zip(again, bases, strict=True))
+    assert _train(engine, range(3, 6)) == expected
+    engine.destroy()
+
+
+def test_objects_of_a_class_that_is_gone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(0, kind=LowRank)
+    _train(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    monkeypatch.setattr(LowRank, "kind", Counted)
+    monkeypatch.delitem(globals(), "Projector")
+    engine = _engine(0, kind=LowRank)
+    with pytest.raises(
+        CheckpointError, match=r"has a tests\.\S+\.Projector, which the package of LowRank does not have here"
+    ):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
+def test_objects_whose_class_makes_them_are_refused(tmp_path: Path) -> None:
+    engine = _engine(0, kind=OfCode)
+    _train(engine, range(1))
+    with pytest.raises(
+        CheckpointError, match=r"\['projector'\] is a tests\.\S+\.Counted, which a checkpoint cannot hold"
+    ):
+        engine.save_checkpoint(tmp_path)
+    engine.destroy()
 
 
 def test_a_parameter_with_settings_of_its_own_keeps_them() -> None:
