@@ -22,7 +22,7 @@ from ds_hf.autotune.space import (
     OFFLOAD_PARAM,
     STAGE,
 )
-from ds_hf.autotune.study import Search
+from ds_hf.autotune.study import Search, why_not_divided
 from ds_hf.autotune.trial import Point
 
 __all__ = ["MICRO", "STEPS", "Change", "changes_of", "limits_of"]
@@ -81,7 +81,9 @@ def _batch_reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     if others:
         text += f"; {search.cost(others[0]) / search.cost(point):.2f} x better than micro-batch {others[0].micro}"
     too_large = [micro for micro in record.too_large if micro > point.micro]
-    return text + (f"; {min(too_large)} runs out of memory" if too_large else "")
+    text += f"; {min(too_large)} runs out of memory" if too_large else ""
+    why = why_not_divided(search.own.events)
+    return text + (f"; look before you take it: {why}" if why else "")
 
 
 def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:

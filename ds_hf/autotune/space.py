@@ -43,7 +43,8 @@ __all__ = [
 Setting = dict[str, Any]  # axis name -> value
 
 MICRO = "train_micro_batch_size_per_gpu"
-FACTORS = frozenset({MICRO, "gradient_accumulation_steps"})  # of a process's share
+STEPS = "gradient_accumulation_steps"
+FACTORS = frozenset({MICRO, STEPS})  # of a process's share
 STAGE = "zero_optimization.stage"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
@@ -366,17 +367,17 @@ def points(options: Options, data: int, own: tuple[int, int], own_data: int | No
     share, rest = divmod(own[0] * own[1] * (own_data or data), data)
     if rest:
         return []
-    if "train_micro_batch_size_per_gpu" in options.fix:
+    high, interval = options.high_micro, options.low_batch is not None or options.high_batch is not None
+    if MICRO in options.fix and not interval:
         return [] if share % own[0] else [(own[0], share // own[0])]
-    if "gradient_accumulation_steps" in options.fix:
+    if STEPS in options.fix and not interval:
         return [] if share % own[1] else [(share // own[1], own[1])]
-    high = options.high_micro
     if options.metric is Metric.LENGTH:  # the fewer samples, the longer ones
         return points(replace(options, metric=Metric.THROUGHPUT), data, own, own_data)[:1]
-    if options.low_batch is None and options.high_batch is None and options.metric is Metric.BATCH:
+    if not interval and options.metric is Metric.BATCH:
         micros = sorted({own[0], *(2**power for power in range(high.bit_length()))})  # the global batch grows with them
         return [(micro, max(1, share // micro)) for micro in micros if options.low_micro <= micro <= high]
-    if options.low_batch is None and options.high_batch is None:
+    if not interval:
         return [
             (micro, share // micro)
             for micro in range(1, share + 1)
@@ -385,8 +386,9 @@ def points(options: Options, data: int, own: tuple[int, int], own_data: int | No
     lowest = -(-(options.low_batch or 1) // data)
     highest = (options.high_batch or share * data) // data
     micros = sorted({own[0], *(2**power for power in range(highest.bit_length()))})
-    found = [(micro, highest // micro) for micro in micros if options.low_micro <= micro <= high and micro <= highest]
-    return [(micro, steps) for micro, steps in found if lowest <= micro * steps]
+    micros = [own[0]] if MICRO in options.fix else [micro for micro in micros if options.low_micro <= micro <= high]
+    found = [(micro, own[1] if STEPS in options.fix else highest // micro) for micro in micros if micro <= highest]
+    return [(micro, steps) for micro, steps in found if lowest <= micro * steps <= highest]
 
 
 def can_follow(there: Setting, setting: Setting) -> bool:

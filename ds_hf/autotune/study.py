@@ -42,12 +42,12 @@ from ds_hf.autotune.space import (
 )
 from ds_hf.autotune.trial import LaunchOutcome, Point, Runner, last_error, samplers
 from ds_hf.autotune.view import View, duration
-from ds_hf.errors import DsHfError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.host import has_gpu
 from ds_hf.memory import UnpredictableError
 from ds_hf.printable import counted
 
-__all__ = ["LEAST_AGAIN", "Search", "TuneError"]
+__all__ = ["LEAST_AGAIN", "Search", "TuneError", "why_not_divided"]
 
 EXPLORE_EVERY = 4
 WORTH = 0.015  # of the step: a launch of which less gain is expected is not made
@@ -111,6 +111,7 @@ class Search:
 
         Raises:
             TuneError: the script fails by itself, or never trains.
+            ConfigError: no batch is in the interval for it.
         """
         self.journal.end_orphans()
         own = next((record for record in self.journal.records() if record.own), None)
@@ -125,10 +126,15 @@ class Search:
             self.tokens = check_length(self.command, own.events)
         self.launches.refer(own.events)
         facts = own.events["facts"]
+        why, given = why_not_divided(own.events), divides_as_given(self.options)
         if self._keeps_division(own.events, own.points):
-            self.options = replace(self.options, fix=(*self.options.fix, MICRO))
-            self.view.say(f"the division of the global batch stays: {_why_division_stays(own.events)}")
+            self.options = replace(self.options, fix=(*self.options.fix, MICRO), low_batch=None, high_batch=None)
+            self.view.say(f"the division of the global batch stays: {why} (--tune {MICRO} frees it all the same)")
+        elif why and not given:  # it does not fit, or was freed
+            self.view.say(f"look before you take another division of the global batch: {why}")
         self.space = self._make_space(own.events)
+        if not self.all_sizes():
+            raise ConfigError(self._why_no_sizes())
         points = [] if self.launches.seeks_length else own.points  # of other lengths than what was surveyed
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in points}
         memory = self.options.memory_limit or facts.get("memory")
@@ -141,10 +147,17 @@ class Search:
 
     def _keeps_division(self, events: dict[str, Any], measured: Sequence[Point]) -> bool:
         """Whether a step's gradients depend on its division, which so has to stay where it fits."""
-        means = bool(_why_division_stays(events)) and not divides_as_given(self.options)
+        means = bool(why_not_divided(events)) and not divides_as_given(self.options)
         means = means and MICRO not in self.options.tune
         fits = any(point.micro == events["facts"]["micro"] for point in measured)
-        return means and fits and self.options.metric not in (Metric.BATCH, Metric.LENGTH)
+        return means and fits and self.options.metric is not Metric.BATCH  # whose micro-batch is what is wanted
+
+    def _why_no_sizes(self) -> str:
+        options = self.options
+        return (
+            f"no global batch from {options.low_batch or 1} to {options.high_batch or 'any size'} with micro-batches "
+            f"from {options.low_micro} to {options.high_micro} divides over the processes: give other intervals"
+        )
 
     def _tell_up_front(self) -> None:
         """Before the first launch, which alone knows what the model can: as if it could all."""
@@ -636,14 +649,23 @@ def _short_hash(setting: Setting) -> str:
     return hashlib.blake2b(key_of(setting).encode(), digest_size=4).hexdigest()
 
 
-def _why_division_stays(events: dict[str, Any]) -> str:
-    """Why another division of the global batch would train something else; empty where it would not."""
+def why_not_divided(events: dict[str, Any]) -> str:
+    """Why another division of the global batch would train something else; empty where it would not.
+
+    Args:
+        events: of the launch of the user's file.
+    """
     if events.get("survey", {}).get("means"):
         return (
             "the model's loss is a mean over each micro-batch, which the Trainer does not divide by their number, so "
-            "that another division has other gradients. model.accepts_loss_kwargs = False, before the Trainer is made, "
-            "mends that and frees the division"
+            "that another division has other gradients (model.accepts_loss_kwargs = False, before the Trainer is made, "
+            "mends that and frees the division)"
         )
     if why := events.get("together", {}).get("why"):
-        return f"{why}, so that another division trains something else (--tune {MICRO} frees it all the same)"
+        return f"{why}, so that another division trains something else"
+    if "not resizable" in events and "pipe" not in events.get("facts", {}):  # the loss of a pipeline is a mean
+        return (
+            "the script's own loss cannot be looked at, and another division trains something else where its samples "
+            "count together (a contrastive loss, or a sum)"
+        )
     return ""

@@ -45,7 +45,7 @@ def timed(search: Search, monkeypatch: pytest.MonkeyPatch) -> Search:
         monkeypatch.setattr(Launches, "left", property(lambda self: self.options.budget - world.spent))
         free = changes.pop("tune", "zero_optimization.stage")
         fix = (*KEPT, *({"zero_optimization.stage", "ds_hf.compile", "gradient_checkpointing"} - {free}))
-        return search(world, tune=(free,), fix=fix, **changes)
+        return search(world, tune=(free, *changes.pop("more", ())), fix=fix, **changes)
 
     return run
 
@@ -161,9 +161,10 @@ def test_time_for_one_launch_confirms_another_division(timed: Search) -> None:
 
 
 def test_sizes_that_are_launches_of_their_own_are_counted(timed: Search) -> None:
-    """A pipeline: three sizes take three starts, and the two that confirm one each."""
+    """As of a loss that the script computes: three sizes take three starts, and the two that confirm one each."""
     world = Timed(steps=4, resizable=False)
-    result = timed(world, budget=270.0, sampler="exhaustive", micros=3)
+    named = ("train_micro_batch_size_per_gpu",)
+    result = timed(world, budget=270.0, sampler="exhaustive", micros=3, more=named)
     tried = len(world.launched) - 1
     assert tried in (4, 8)  # whole settings of the sizes 1, 2, 4 and 8
     assert world.spent <= 270.0

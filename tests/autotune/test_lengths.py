@@ -69,6 +69,15 @@ class Telling(LongWorld):
         return outcome
 
 
+def test_where_samples_count_together_the_micro_batch_stays(search: Search, words: list[str]) -> None:
+    """A contrastive loss of one sample is 0; the least micro-batch has the longest sequences."""
+    world = Telling(memory=1_000 * MIB, together="contrasts")
+    words += ["--max_length", str(OWN)]
+    result = search(world, metric=Metric.LENGTH, memory_limit=world.memory)
+    assert {point.micro for record in [result.best[0]] for point in record.points} == {GLOBAL_MICRO}
+    assert result.config["train_micro_batch_size_per_gpu"] == GLOBAL_MICRO
+
+
 def length_in(words: list[str], option: str = "--max_length") -> int:
     return int(words[words.index(option) + 1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,9 @@ def test_sizes_keep_the_global_batch() -> None:
     assert points(Options(fix=("train_micro_batch_size_per_gpu",)), 4, (3, 4)) == [(3, 4)]
     for micro, steps in points(Options(low_batch=40, high_batch=70), 4, (3, 4)):
         assert 40 <= micro * steps * 4 <= 70
+    allowed = Options(low_batch=40, high_batch=70)  # the global batch is 48; what is fixed was alone in the interval
+    assert points(replace(allowed, fix=("train_micro_batch_size_per_gpu",)), 4, (3, 4)) == [(3, 5)]
+    assert points(replace(allowed, fix=("gradient_accumulation_steps",)), 4, (3, 4)) == [(3, 4), (4, 4)]
 
 
 def test_options_take_the_texts_and_names_of_the_command_line() -> None:

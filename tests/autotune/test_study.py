@@ -255,8 +255,19 @@ def test_interval_for_the_global_batch(search: Search) -> None:
     assert result.config["train_batch_size"] > 128
 
 
+def test_an_interval_in_which_no_batch_is(search: Search) -> None:
+    with pytest.raises(ConfigError, match="no global batch from 1 to 3"):
+        search(World(), low_batch=1, high_batch=3)
+
+
 @pytest.mark.parametrize(
-    "more", [{"surveyed": {"means": True}}, {"together": "contrasts"}, {"together": "contrasts", "resizable": False}]
+    "more",
+    [
+        {"surveyed": {"means": True}},
+        {"together": "contrasts"},
+        {"together": "contrasts", "resizable": False},
+        {"resizable": False},  # the script's own loss, of which nothing is known
+    ],
 )
 def test_where_gradients_depend_on_the_division_it_stays(more: dict[str, Any], search: Search, tmp_path: Path) -> None:
     """T5 at 8 x 1 trained with an eighth of the gradients of 1 x 8, and that was proposed; CLIP at 8 x 1 compares eight
@@ -271,8 +282,14 @@ def test_where_gradients_depend_on_the_division_it_stays(more: dict[str, Any], s
 
 
 def test_the_division_is_free_all_the_same_when_named(search: Search) -> None:
-    result = search(World(memory=3_000 * MIB, together="contrasts"), tune=("train_micro_batch_size_per_gpu",))
-    assert len({int(row["micro"]) for row in result.table if row["micro"]}) > 1
+    """And where the goal is the size itself; what it means for the gradients is told then."""
+    world = World(memory=3_000 * MIB, together="contrasts")
+    named = search(world, tune=("train_micro_batch_size_per_gpu",))
+    assert len({int(row["micro"]) for row in named.table if row["micro"]}) > 1
+    largest = search(world, metric=Metric.BATCH, memory_limit=world.memory, overwrite=True)
+    for result in (named, largest):
+        (told,) = (each.reason for each in result.changes if each.key == "train_micro_batch_size_per_gpu")
+        assert told.endswith("look before you take it: contrasts, so that another division trains something else")
 
 
 def test_fixed_stage_stays(search: Search) -> None:
@@ -285,7 +302,7 @@ def test_fixed_stage_stays(search: Search) -> None:
 def test_scripts_whose_batch_cannot_be_resized(search: Search) -> None:
     """Every size is a launch of its own, with the script's own options."""
     world = World(memory=1_500 * MIB, resizable=False)
-    result = search(world, patience=4)
+    result = search(world, patience=4, tune=("zero_optimization.stage", "train_micro_batch_size_per_gpu"))
     assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ from ds_hf.engine.observe.probes.trial.memory import is_out_of_memory
 if TYPE_CHECKING:
     from ds_hf.engine.observe.probes.trial.replay import Replay
 
-__all__ = ["takes_statistics", "why_not_alone"]
+__all__ = ["is_made_of", "takes_statistics", "why_not_alone"]
 
 COPIES = 2
 ITEMS = "num_items_in_batch"  # of the whole step, by which transformers' Trainer has a model divide its sum
@@ -40,6 +40,16 @@ def takes_statistics(module: nn.Module) -> str | None:
     if any(each.training or each.running_mean is None for each in normed):
         return "batch norm takes its statistics from each micro-batch"
     return None
+
+
+def is_made_of(loss: Tensor, own: Tensor) -> bool:
+    """Whether ``loss``, with which a script goes backward, is the model's ``own`` one (both of one element), scaled or
+    cast at most. What adds to it, or takes its place, has other inputs in its graph."""
+    node = loss.grad_fn
+    while node is not None and node is not own.grad_fn:
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    return node is not None
 
 
 def why_not_alone(replay: Replay) -> str | None:

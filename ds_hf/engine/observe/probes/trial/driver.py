@@ -29,14 +29,14 @@ from torch import Tensor
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
-from ds_hf.engine.observe.probes.trial.alone import takes_statistics
+from ds_hf.engine.observe.probes.trial.alone import is_made_of, takes_statistics
 from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
 from ds_hf.engine.observe.probes.trial.lengths import length_event
 from ds_hf.engine.observe.probes.trial.memory import agree_max, memory_meter, room_for_snapshot
 from ds_hf.engine.observe.probes.trial.probe import Probe
-from ds_hf.engine.observe.probes.trial.replay import NoLoss, NotResizable, Replay
+from ds_hf.engine.observe.probes.trial.replay import NoLoss, NotResizable, Replay, loss_in
 from ds_hf.engine.observe.probes.trial.split import split_of
 from ds_hf.engine.observe.probes.trial.survey import facts, set_checkpointing, survey, survey_pipeline, tokens_in
 from ds_hf.engine.parallel.pipeline.module import StageModule
@@ -78,6 +78,7 @@ class Driver:
     def __init__(self, engine: CoreEngine, request: TrialRequest) -> None:
         self.engine, self.request = engine, request
         self.measured = self.replayed = self.timed = self.done = False
+        self._own_loss: Tensor | None = None  # of the script's first step, which shows whether it trains with it
         self._in_eval_mode = False  # it trains so: ``from_pretrained`` leaves models in it
         self._file: TextIO | None = None
         if engine.mesh.world.rank == 0:
@@ -139,7 +140,20 @@ class Driver:
             self._stay(args, kwargs)
         elif name in ("backward", "step") and not self.engine.module.training:
             self._in_eval_mode = True
-        return method(*args, **kwargs)
+        if name == "backward" and self._own_loss is not None:
+            self._look_at(args[0] if args else kwargs.get("loss"), self._own_loss)
+        result = method(*args, **kwargs)
+        if trains and self.replayed and self.request.survey and not self._waits:
+            with suppress(NoLoss):
+                self._own_loss = loss_in(result)
+        return result
+
+    def _look_at(self, loss: Any, own: Tensor) -> None:
+        """Sizes were replayed with the model's own loss: whether the script trains with that one."""
+        self._own_loss = None
+        if isinstance(loss, Tensor) and not is_made_of(loss, own):
+            why = "the script trains with a loss that is not the model's, of which nothing is known"
+            self.emit("together", why=why)
 
     def _stay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
         """Wait for further requests, and measure them on this batch."""
@@ -265,6 +279,7 @@ class Driver:
         """Step hook: times the script's own steps."""
         if not self.measured or self.timed or self.done or not self.request.natural_steps:
             return
+        self._own_loss = None
         self._clock.mark()
         self._waits.append(self.loaders.waited - self._waited)
         self._waited = self.loaders.waited

@@ -176,3 +176,35 @@ def test_models_of_transformers_divided_over_two_processes(tmp_path: Path) -> No
     found = run_distributed(of_transformers, 2, str(tmp_path))[0]
     assert found[:2] == ["its samples count together (a contrastive loss, or a sum)", None]
     assert (found[2] or "").startswith("a part of its loss (the balance of experts) is not divided")
+
+
+def with_another_loss(folder: str) -> list[str | None]:
+    """Losses with which scripts go backward: the model's, scaled; another one beside it; another one."""
+    found = []
+    losses = (
+        lambda out: out["loss"].float().mean() * 2 / 3,
+        lambda out: out["loss"] + cross_entropy(out["y"] @ out["y"].T, torch.arange(2)),
+        lambda out: cross_entropy(out["y"] @ out["y"].T, torch.arange(2)),
+    )
+    for number, loss_of in enumerate(losses):
+        (place := Path(folder) / str(number)).mkdir()
+        engine, file = make_engine(WithOutputs()), str(place / "events.jsonl")
+        attach(engine, TrialRequest(file, finish=False, steps=2, points=((2, 1),), survey=True, natural_steps=1))
+        for _ in range(2):
+            engine.backward(loss_of(engine(torch.randn(2, WIDTH))))
+            engine.step()
+        found.append(why([event for event, _ in read_events(Path(file))]))
+    return found
+
+
+class WithOutputs(Mean):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.body(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def test_a_script_that_trains_with_another_loss_than_its_models(tmp_path: Path) -> None:
+    """Sizes are replayed with the model's: a contrastive loss beside it was divided otherwise without a word."""
+    (found,) = run_distributed(with_another_loss, 1, str(tmp_path))
+    another = "the script trains with a loss that is not the model's, of which nothing is known"
+    assert found == [None, another, another]
