@@ -84,6 +84,9 @@ class Contest:
         """
         records, own = self.search.launched(), self.search.own.key
         found = [self._contestant(record, point) for record in records for point in record.points]
+        if self.search.launches.follows_no_file:
+            micro = self.search.own.events["facts"]["micro"]
+            found = [each for each in found if each.point.micro == micro]
         least = 1.0 if self.search.options.metric.is_timed else LEAST_GAIN
 
         def order(each: Contestant) -> float:
@@ -170,8 +173,8 @@ class Contest:
 
     def differ_in_size_alone(self, rivals: list[Contestant]) -> bool:
         """Whether one launch can measure the best and the user's file."""
-        own, resizable = self.own(), "not resizable" not in self.search.own.events
-        if own is None or len(rivals) < 2 or not resizable:
+        own = self.own()
+        if own is None or len(rivals) < 2 or not self.search.in_one_launch:
             return False
         return rivals[-1].key == own.key != rivals[0].key and rivals[0].record.key == own.record.key
 

@@ -20,7 +20,7 @@ from ds_hf.autotune.command import LENGTH, Command, found_program
 from ds_hf.autotune.division import PIPE
 from ds_hf.autotune.load import shares_gpu
 from ds_hf.autotune.options import Metric, Options
-from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, can_follow, config_of, divides_as_given
+from ds_hf.autotune.space import CHECKPOINTING, MICRO, WORKERS, Setting, can_follow, config_of, divides_as_given
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Runner, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
@@ -65,6 +65,9 @@ class Launches:
         self._there: Setting | None = None  # of processes that stay
         self._stays = True  # until an engine failed that was made in the place of another one
         self._weights: dict[str, float] = {}
+        self._fed: dict[str, Any] = {}  # samples and elements of the user's own micro-batch
+        self._own_micro = 0
+        self.follows_no_file = ""  # why the script's micro-batches stay, whatever its file says; empty: not known to
         self._steady = False  # whether this search has the GPUs to itself
         self._unshared: tuple[str, ...] = _OF_THE_GPUS  # probes that say nothing of the machine then
 
@@ -72,6 +75,7 @@ class Launches:
         """Compare with the launch that said this."""
         self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
         facts = events.get("facts") or {}
+        self._fed, self._own_micro = events.get("fed") or {}, facts.get("micro") or 0
         alone = facts.get("on_host") == facts.get("processes")  # a network has other users
         self._unshared = _OF_THE_GPUS if alone else _OF_THE_GPUS[:2]
         self._steady = bool(facts.get("cuda")) and not shares_gpu(events.get("load") or {})
@@ -197,7 +201,21 @@ class Launches:
         if PIPE in setting and made not in (None, setting[PIPE]):
             reason = f"the script made {made} stages where {setting[PIPE]} were asked for"
             return LaunchOutcome("crash", f"{reason}: it does not follow {self.command.mappings.get(PIPE, 'its file')}")
+        if self._stayed(outcome.events.get("fed"), size[0]):
+            self.follows_no_file = (
+                f"the script's micro-batches stay as they were ({self._fed['samples']} samples) where its file says "
+                f"{size[0]}, which trains with another global batch: its loader has to take "
+                f"engine.train_micro_batch_size_per_gpu(), or --fix {MICRO}"
+            )
+            return LaunchOutcome("crash", self.follows_no_file, seconds=outcome.seconds)
         return self._compare(_from_natural(outcome, *size))
+
+    def _stayed(self, fed: dict[str, Any] | None, micro: int) -> bool:
+        """Whether the script fed as much as with the user's file. Samples may be packed into one row, which grows."""
+        if not fed or not self._fed or micro == self._own_micro or fed["samples"] != self._fed["samples"]:
+            return False
+        grown = abs(math.log(fed["elements"] / self._fed["elements"]))
+        return grown < abs(math.log(micro / self._own_micro)) / 2
 
     def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], data: int) -> LaunchOutcome:
         """One launch a size, where the engine cannot resize the script's batch."""

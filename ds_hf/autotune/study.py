@@ -359,11 +359,17 @@ class Search:
         mine = next((p for p in self.own.points if p.micro == self.own.events["facts"]["micro"]), None)
         gains = mine is None or self._best_cost() < self.cost(mine)
         resized = min(map(self.cost, self.own.points), default=math.inf) <= self._best_cost()
-        in_one = resized and mine is not None and "not resizable" not in self.own.events  # one launch has both
+        in_one = resized and mine is not None and self.in_one_launch
         least = min(self.typical(), self.typical_own()) if in_one else 2 * self.typical()
         if not gains or least > self.left:
             return 0.0
         return self.again() * min(self._after(), LEAST_AGAIN)
+
+    @property
+    def in_one_launch(self) -> bool:
+        """Whether one launch can confirm a size beside the user's: it resizes the script's batch. A script that has no
+        option for its micro-batch has to be seen to follow its file."""
+        return "not resizable" not in self.own.events and MICRO in self.command.mappings
 
     def again(self) -> float:
         """Seconds of a launch that confirms: what the user's file took while no other was started."""

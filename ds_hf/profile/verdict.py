@@ -487,7 +487,8 @@ class _Judge:
         batch, bits = self.a.run.header["batch"], ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
         ways = ["more samples in a micro-batch, if memory allows"]
         if int(batch["accumulation"]) > 1:
-            ways = [f"a larger micro-batch instead of {batch['accumulation']} a step, if memory allows"]
+            alike = "memory allows and the loss is a mean over samples"  # docs/autotuning.md
+            ways = [f"a larger micro-batch instead of {batch['accumulation']} a step, if {alike}"]
         if not any(_get(self.tree, name) is True for name in bits):
             ways.append("bf16 in the place of fp32")
         if not self.own[COMPILE]:

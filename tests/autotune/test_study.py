@@ -292,6 +292,29 @@ def test_the_division_is_free_all_the_same_when_named(search: Search) -> None:
         assert told.endswith("look before you take it: contrasts, so that another division trains something else")
 
 
+@pytest.mark.parametrize(("fed", "kept"), [((2, 256), True), ((16, 2048), False), ((2, 2048), False)])
+def test_a_script_whose_micro_batches_do_not_follow_its_file(search: Search, fed: tuple[int, int], kept: bool) -> None:
+    """A loader with 2 written into it trained 2 samples a step where 32 were, and the file was called confirmed. Texts
+    that are packed into one row grow instead."""
+    world = World(memory=3_000 * MIB)
+    run = world.run
+
+    def feeding(launch: Any, watch: Any) -> LaunchOutcome:
+        outcome = run(launch, watch)
+        micro = json.loads((Path(launch.request.events).parent / "ds_config.json").read_text()).get(
+            "train_micro_batch_size_per_gpu"
+        )
+        samples, elements = (2, 256) if micro in ("auto", 2) else fed
+        outcome.events["fed"] = {"samples": samples, "elements": elements}
+        return outcome
+
+    world.run = feeding  # type: ignore[method-assign]
+    result = search(world, tune=(), fix=(*KEPT, STAGE, "ds_hf.compile", "gradient_checkpointing"))
+    assert result.kept is kept
+    assert (result.config["train_micro_batch_size_per_gpu"] == GLOBAL_MICRO) is kept
+    assert ("stay as they were (2 samples)" in result.rejected) is kept
+
+
 def test_fixed_stage_stays(search: Search) -> None:
     world = World(memory=2_000 * MIB)
     result = search(world, tune=("gradient_checkpointing",))

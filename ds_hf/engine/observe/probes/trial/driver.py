@@ -30,7 +30,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.observe.probes.trial.alone import is_made_of, takes_statistics
-from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch
+from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, tensors_in
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
 from ds_hf.engine.observe.probes.trial.lengths import length_event
@@ -195,6 +195,8 @@ class Driver:
         """Replay every point of the request on this batch."""
         self.measured = True
         numel = batch_numel(args, kwargs)
+        if numel is not None:
+            self.emit("fed", samples=numel, elements=max(each.numel() for each in tensors_in(*args, kwargs)))
         points = self._points()  # before a replay changes the engine's batch sizes
         if not points or numel is None:
             if numel is None:
