@@ -6,8 +6,9 @@ whole parameter gives there has a part of its gradient on each process, which is
 each process computes the same, whole gradient. A plan says which is which (``replicated_with_grad_allreduce``), and
 several of transformers' leave norms of queries and keys out: training would follow the mean of the parts, silently.
 
-The walk begins at the first output, which is whole, and changes sides at the functions of ``functions``. Behind a
-node that hides what it computes (compiled code, other functions written in Python) nothing is concluded until the next.
+The walk begins at the first output, which is whole, and changes sides at the functions of ``functions``. What a cut
+parameter gives that it meets on the whole side is taken for all. Behind a node that hides what it computes (compiled
+code, other functions written in Python) nothing is concluded until the next.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch.autograd.function import BackwardCFunction
 
 from ds_hf.engine.parallel.tensor.functions import SIDES
 from ds_hf.engine.parallel.tensor.heads import layer_of
-from ds_hf.engine.parallel.tensor.styles import Style
+from ds_hf.engine.parallel.tensor.styles import Style, place_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.engine.zero.replicas import is_summed_over_tensor
 from ds_hf.engine.zero.unit import tensors_in
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import warn_once
 
 __all__ = ["attach", "sides_of", "unplanned"]
 
@@ -89,7 +91,9 @@ def attach(engine: Any) -> None:
         first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
         if first is not None:  # the loss or the logits; a cache of keys behind them is of the heads that are here
             handle.remove()
-            _check(module, sides_of(first), planned=planned)
+            sides = sides_of(first)
+            _check(module, sides, planned=planned)
+            _check_cut(module, sides, of_loss=first.dim() == 0)
 
     handle = model.register_forward_hook(Hook(read))  # of a copy, which an engine does not train, it is nothing
 
@@ -151,3 +155,34 @@ def _check(model: nn.Module, sides: Mapping[int, set[str]], *, planned: bool) ->
         ],
         "tensor parallelism",
     )
+
+
+def _check_cut(model: nn.Module, sides: Mapping[int, set[str]], *, of_loss: bool) -> None:
+    """What a cut layer gives in part goes through a function of ``functions`` before it is taken for a whole. A part of
+    the logits that a script gets may be what it wants, so that is a warning.
+
+    Raises:
+        ConfigError: the loss is computed of a part.
+    """
+    parts = [
+        name
+        for path, module in model.named_modules()
+        if place_of(module) is not None
+        for name, param in module.named_parameters(path, recurse=False)
+        if is_cut(param) and "whole" in sides.get(id(param), ())
+    ]
+    if not parts:
+        return
+    layer = layer_of(parts[-1].rpartition(".")[0])
+    result = "the loss" if of_loss else "what the model returns"
+    what = (
+        f"{', '.join(parts[:3])}: each process has a part, and {result} is computed of that part as if it were all: "
+        "the layer's outputs are not gathered, or its weight is multiplied by without calling the layer"
+    )
+    fix = (
+        f'call {layer}, with "gather_output": true in its rule where it has one, or leave it whole ("partition_type": '
+        '"skip", or no entry in the model\'s _tp_plan, and no "vocab_parallel_lm_head")'
+    )
+    if of_loss:
+        raise ConfigError([Fault("/tensor_parallel", what, fix)], "tensor parallelism")
+    warn_once(f"tensor parallelism: {what}; {fix}")

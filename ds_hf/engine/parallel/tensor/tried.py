@@ -100,15 +100,17 @@ class _Waiting:
 
     def _eagerly(self, *_: Any) -> None:
         """What is compiled later is tried out first."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self.kinds:
             self._stances.append(torch.compiler.set_stance("force_eager"))
+        else:  # here, as torch goes through the hooks themselves where a forward ends in an error, and would hide it
+            for handle in self._around:
+                handle.remove()
 
     def _as_before(self, *_: Any) -> None:
         while self._stances:
             self._stances.pop().__exit__(None, None, None)
-        if not self.kinds:
-            for handle in self._around:
-                handle.remove()
 
 
 def _kinds(model: nn.Module) -> dict[str, list[_Layer]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import LlamaForCausalLM
 
 import ds_hf
 from ds_hf.engine.comm.mesh import Axis
@@ -90,6 +93,56 @@ def test_what_a_division_leaves_out_is_said_before_training() -> None:
             assert "leave the layers around it whole" in text
         assert 'model._tp_plan["scale"] = "replicated_with_grad_allreduce"' in planned[0]
         assert not any("_tp_plan" in text for text in by_rules)
+
+
+class Multiplied(LlamaForCausalLM):  # type: ignore[misc]
+    """A loss of its own, which takes the head's weight for all of the words."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        return cross_entropy(linear(self.model(input_ids)[0], self.lm_head.weight).flatten(0, 1), input_ids.flatten())
+
+
+class Returned(nn.Module):
+    """What a column gives is taken for all: the loss is computed here, or by the script."""
+
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        self.inner, self.up, self.loss = nn.Linear(8, 8), nn.Linear(8, 16), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(self.inner(x))
+        return x.logsumexp(-1).mean() if self.loss else x
+
+
+def all_of_cut_layers() -> list[str]:
+    """What is said of each, and whether the outputs of the last one are half of them."""
+    found = []
+    llama = Multiplied(build("llama").config)
+    up: dict[str, Any] = {"partition_config": {"use_default_specs": False, "layer_specs": SECTION["layer_specs"][:1]}}
+    for model, more in (
+        (llama, {}),
+        (llama, {"vocab_parallel_lm_head": True}),
+        (Returned(loss=True), up),
+        (Returned(loss=False), up),
+    ):
+        given = torch.ones(2, 8) if isinstance(model, Returned) else torch.ones(2, 8).long()
+        engine, *_ = ds_hf.initialize(model=copy.deepcopy(model), config=config(0, **more))
+        try:
+            found.append(str(tuple(engine(given).shape)))
+        except ConfigError as error:
+            found.append(str(error))
+        finally:
+            engine.destroy()
+    return found
+
+
+def test_parts_of_cut_layers_that_are_taken_for_all_are_refused() -> None:
+    """Losses were those of half of the words, in silence, and an error of a first call was hidden by torch's own."""
+    for *refused, logits in run_distributed(all_of_cut_layers, 2):
+        for text, layer in zip(refused, ("lm_head", "lm_head", "up"), strict=True):
+            assert "the loss is computed of that part as if it were all" in text
+            assert f"call {layer}, with" in text
+        assert logits == "(2, 8)"  # which is told, and not refused
 
 
 def test_sides_change_at_the_four_functions() -> None:
