@@ -68,7 +68,8 @@ def _batch_reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     record, point = best
     grows = search.options.metric is Metric.BATCH and search.options.high_batch is None
     if name == STEPS and (not grows or point.samples == search.own.events["facts"]["train_batch"]):
-        return f"keeps the global batch at {point.samples}"
+        follows = MICRO in search.command.mappings
+        return f"keeps the global batch at {point.samples}" + ("" if follows else ", of a loader that follows the file")
     if name == STEPS:
         return "with the micro-batch, which is the global batch now"
     if name == TOTAL:

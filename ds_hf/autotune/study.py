@@ -397,6 +397,8 @@ class Search:
     def _ranked(self) -> list[tuple[float, Setting]]:
         """Settings that no worker has taken, most promising first, each with its expected gain over the best so far."""
         taken = self.journal.taken()
+        if sum(record.key == self.own.key for record in self.journal.records()) == 1:
+            taken -= {self.own.key} if self._known(self.own.setting) else set()
         best = self._best_cost()
         found = []
         for setting in self.space.settings():
@@ -485,7 +487,9 @@ class Search:
         """The sizes worth measuring for a setting: those that may fit, the most promising first."""
         if self.launches.seeks_length:
             return [size for size in self.all_sizes(setting) if self.longest(setting)]
-        fitting = [size for size in self.all_sizes(setting) if not self.model.cannot_fit(setting, *size)]
+        known = self._known(setting)
+        others = [size for size in self.all_sizes(setting) if size[0] not in known]
+        fitting = [size for size in others if not self.model.cannot_fit(setting, *size)]
         fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
         if self.options.sampler == "exhaustive":
             return sorted(fitting)
@@ -496,6 +500,11 @@ class Search:
         if close and self._is_tight(setting, min(close)):
             close += [max(smaller)] if (smaller := [size for size in fitting if size < min(close)]) else []
         return close[: self.options.micros]
+
+    def _known(self, setting: Setting) -> set[int]:
+        """Micro-batches of the user's own setting that its launch has measured, where other sizes are launches."""
+        alone = "not resizable" in self.own.events and key_of(setting) == self.own.key
+        return {point.micro for point in self.own.points} if alone else set()
 
     def _is_tight(self, setting: Setting, size: tuple[int, int]) -> bool:
         """Whether the prediction is near the memory, so that a smaller size should stand by."""

@@ -329,6 +329,17 @@ def test_scripts_whose_batch_cannot_be_resized(search: Search) -> None:
     assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
 
 
+def test_other_sizes_of_the_users_own_setting_are_launches_too(search: Search) -> None:
+    """None was made, and "every setting that can fit was measured"."""
+    world = World(memory=100_000 * MIB, resizable=False)
+    keys = (STAGE, "ds_hf.compile", "gradient_checkpointing")
+    named = ("train_micro_batch_size_per_gpu",)
+    result = search(world, tune=named, fix=(*KEPT, *keys), sampler="exhaustive")
+    assert {int(row["micro"]) for row in result.table if row["micro"]} == {1, 2, 4, 8, 16, 32}
+    assert len(world.launched) == 6
+    assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
+
+
 def test_budget_and_trials_are_limits(search: Search) -> None:
     world = World()
     result = search(world, trials=2)
