@@ -311,10 +311,10 @@ class _Backend:
         self.backend, self.budget = lookup_backend(backend), budget
         self.options: dict[str, Any] = {}
         if backend == "inductor":  # takes what a mode stands for, and not its name
-            from torch._inductor import list_mode_options
+            from torch._inductor import config, list_mode_options
 
             chosen = list_mode_options(mode, dynamic) if mode and mode != "default" else {}
-            if shared:
+            if shared and config.post_grad_custom_post_pass is None:
                 from ds_hf.engine.modules.overlap import PATCHES
 
                 chosen = {**PATCHES, **chosen}

@@ -210,6 +210,14 @@ def test_shared_blocks_have_the_order(given: dict[str, Any], expected: dict[str,
         assert compile.call_args.kwargs == given
 
 
+def test_a_pass_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.post_grad_custom_post_pass", overlap.ProductsBesideCollectives())
+    block = torch.nn.Linear(4, 4)
+    with mock.patch("torch.compile") as compile:
+        ModuleCompiler([block], shared=True).compile(block)
+        assert "post_grad_custom_post_pass" not in compile.call_args.kwargs["backend"].options["config_patches"]
+
+
 def compiled(backend: str | None, own: dict[str, Any]) -> tuple[list[float], bool]:
     """Losses of two steps, and whether the blocks of this engine have the order."""
     torch._dynamo.reset()
