@@ -22,8 +22,17 @@ import numpy as np
 
 from ds_hf.autotune.division import division_of
 from ds_hf.autotune.options import gib
-from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of, key_of
-from ds_hf.config.load import examine
+from ds_hf.autotune.space import (
+    ACTIVATIONS,
+    CHECKPOINTING,
+    CHUNKED_LOSS,
+    COMPILE,
+    STAGE,
+    Setting,
+    config_of,
+    examined,
+    key_of,
+)
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
 
@@ -120,6 +129,8 @@ class CostModel:
         self._rooflines: dict[tuple[str, int, int], float] = {}
         self._states: dict[tuple[str, bool], StateBytes] = {}
         self._lengths: dict[tuple[str, int], int] = {}
+        self._features: dict[tuple[str, int, int], dict[Feature, float]] = {}
+        self._corrections: dict[tuple[str, int, int], tuple[float, float]] = {}  # until more is learned
         self._earlier: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}  # (micro, steps) -> seconds, error
         self._calibrate()
 
@@ -155,7 +166,7 @@ class CostModel:
         divided between cut layers."""
         key = key_of(setting)
         if key not in self._plans:
-            config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
+            config = examined(self.tree, setting)
             own = config.ds_hf
             self._plans[key] = plan_states(config), own.pipeline.chunks, own.tensor_sequence_parallel
         return self._plans[key]
@@ -470,10 +481,17 @@ class CostModel:
         prior = np.array([self._spread_of(name) for name in self._names])
         self._covariance = np.linalg.inv(matrix.T @ matrix + np.diag(prior**-2))
         self._weights = self._covariance @ (matrix.T @ errors)
+        self._corrections.clear()
 
     def features(self, setting: Setting, micro: int, accumulation: int) -> dict[Feature, float]:
         """What differs from the user's setting, and how much that weighs: a stage is what it shards, which weighs more
-        where the rest of the step takes less time."""
+        where the rest of the step takes less time. Shared, not to be changed."""
+        key = key_of(setting), micro, accumulation
+        if key not in self._features:
+            self._features[key] = self._differing(setting, micro, accumulation)
+        return self._features[key]
+
+    def _differing(self, setting: Setting, micro: int, accumulation: int) -> dict[Feature, float]:
         found = {(name, value): 1.0 for name, value in setting.items() if name != STAGE and value != self.own.get(name)}
         sharding = self._sharding(setting, accumulation) - self._sharding(self.own, accumulation)
         if sharding:
@@ -497,6 +515,12 @@ class CostModel:
 
     def _correction(self, setting: Setting, micro: int, accumulation: int) -> tuple[float, float]:
         """Mean and standard deviation of log(measured / roofline)."""
+        key = key_of(setting), micro, accumulation
+        if key not in self._corrections:
+            self._corrections[key] = self._corrected(setting, micro, accumulation)
+        return self._corrections[key]
+
+    def _corrected(self, setting: Setting, micro: int, accumulation: int) -> tuple[float, float]:
         features = self.features(setting, micro, accumulation)
         if not features and setting == self.own:
             return 0.0, 0.0

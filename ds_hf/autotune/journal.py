@@ -22,7 +22,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ds_hf.autotune.options import Options
-from ds_hf.autotune.records import Record, records_of
+from ds_hf.autotune.records import Record, record_of
 from ds_hf.autotune.space import FreeKey, Setting, key_of
 
 __all__ = ["JOURNAL", "STUDY", "Journal"]
@@ -37,6 +37,7 @@ class Journal:
 
     def __init__(self, options: Options) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._ended: dict[int, Record] = {}  # by trial: nothing changes them, and they are often asked for
         path = options.results_dir / JOURNAL
         lock = JournalFileSymlinkLock(str(path))
         lock.acquire()
@@ -55,7 +56,14 @@ class Journal:
 
     def records(self) -> list[Record]:
         """All of them, in the order of their trials."""
-        return records_of(self.study)
+        found = []
+        for trial in self.study.get_trials(deepcopy=False):
+            record = self._ended.get(trial.number) or record_of(trial)
+            if record is not None:
+                found.append(record)
+                if trial.state.is_finished():
+                    self._ended[trial.number] = record
+        return found
 
     def taken(self) -> set[str]:
         """Keys of settings that have a record, or that a worker measures now."""

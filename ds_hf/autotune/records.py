@@ -7,19 +7,19 @@ attributes, so a search that was killed, or one of several workers, knows what a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optuna
 from optuna.trial import FrozenTrial
 
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.space import Setting, key_of, label_of
 from ds_hf.autotune.trial import LaunchOutcome, Point, samplers
 
-__all__ = ["LEAST_WAIT", "Record", "attributes_of", "record_of", "records_of", "value_of", "wait_share"]
+__all__ = ["LEAST_WAIT", "Record", "attributes_of", "record_of", "value_of", "wait_share"]
 
 ROLE_OWN = "own"
 LEAST_WAIT = 0.05  # of a step: less is not worth a launch
@@ -54,7 +54,7 @@ class Record:
     started: float = 0.0
     seconds: float = 0.0
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         return key_of(self.setting)
 
@@ -140,8 +140,3 @@ def record_of(trial: FrozenTrial) -> Record | None:
         started=kept.get("started", 0.0),
         seconds=kept.get("seconds", 0.0),
     )
-
-
-def records_of(study: optuna.Study) -> list[Record]:
-    """All records, in the order of their trials."""
-    return [record for trial in study.get_trials(deepcopy=False) if (record := record_of(trial)) is not None]

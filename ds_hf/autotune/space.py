@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = [
     "check_names",
     "config_of",
     "divides_as_given",
+    "examined",
     "freed_by",
     "key_of",
     "label_of",
@@ -263,7 +266,7 @@ class Space:
     def is_legal(self, setting: Setting) -> bool:
         """Whether ds_hf takes the configuration."""
         try:
-            config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
+            config = examined(self.tree, setting)
             if {TENSOR, SEQUENCE, EXPERTS, MICS, HPZ, PIPE} & set(setting):
                 division = self.division.of(setting)
                 if division.tensor > 1 and setting.get(EXPERTS, 0) > 1:
@@ -322,6 +325,20 @@ def check_names(options: Options) -> None:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             nearest = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name!r} cannot be tuned or fixed{nearest} There are: {', '.join(names)}")
+
+
+def examined(tree: Mapping[str, Any], setting: Setting) -> Config:
+    """What ds_hf makes of ``tree`` with ``setting``; the space and the cost model ask the same.
+
+    Raises:
+        ConfigError: it does not take it.
+    """
+    return _examined(json.dumps(config_of(tree, setting)))
+
+
+@functools.lru_cache(maxsize=256)  # as a rule all of a space; each has some 40 KB
+def _examined(text: str) -> Config:
+    return examine(json.loads(text), world=None, allow_auto=True)
 
 
 def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:

@@ -399,7 +399,7 @@ class Search:
         taken = self.journal.taken()
         if sum(record.key == self.own.key for record in self.journal.records()) == 1:
             taken -= {self.own.key} if self._known(self.own.setting) else set()
-        best = self._best_cost()
+        best, launched = self._best_cost(), self.launched()
         found = []
         for setting in self.space.settings():
             if key_of(setting) in taken:
@@ -408,7 +408,7 @@ class Search:
             if sizes:
                 expected = min(self._predicted_cost(setting, *size) for size in sizes)
                 doubt = self._doubt(setting, sizes[0])
-                works = self._chance_to_work(setting)
+                works = _chance_to_work(setting, launched)
                 found.append((works * expected_gain(best / expected, doubt), expected / works, setting))
         found.sort(key=lambda item: (-item[0], item[1]))
         return [(gain, setting) for gain, _, setting in found]
@@ -509,17 +509,6 @@ class Search:
     def _is_tight(self, setting: Setting, size: tuple[int, int]) -> bool:
         """Whether the prediction is near the memory, so that a smaller size should stand by."""
         return self.model.memory is not None and self.model.nbytes(setting, *size) > TIGHT * self.model.memory
-
-    def _chance_to_work(self, setting: Setting) -> float:
-        """After launches that failed: each blames equally what it had and no other launch worked with."""
-        launched = self.launched()
-        worked = {value for record in launched if record.points for value in record.setting.items()}
-        chance = 1.0
-        for record in launched:
-            blamed = record.setting.items() - worked
-            if blamed and not record.points:
-                chance *= 1 - BLAME * len(setting.items() & blamed) / len(blamed)
-        return chance
 
     def _try(self, setting: Setting) -> None:
         number = len(self.launched())
@@ -652,6 +641,17 @@ def expected_gain(ratio: float, spread: float) -> float:
         return max(0.0, mean)
     density = statistics.NormalDist(mean, spread)
     return mean * (1 - density.cdf(0.0)) + spread**2 * density.pdf(0.0)
+
+
+def _chance_to_work(setting: Setting, launched: Sequence[Record]) -> float:
+    """After launches that failed: each blames equally what it had and no other launch worked with."""
+    worked = {value for record in launched if record.points for value in record.setting.items()}
+    chance = 1.0
+    for record in launched:
+        blamed = set() if record.points else record.setting.items() - worked
+        if blamed:
+            chance *= 1 - BLAME * len(setting.items() & blamed) / len(blamed)
+    return chance
 
 
 def _compiles(setting: Setting, before: list[Record]) -> bool:

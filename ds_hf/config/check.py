@@ -97,9 +97,10 @@ NOT_CHOSEN = ("the model", "the default")  # the sources of an "auto" size that 
 
 
 def _check_auto(draft: Draft) -> None:
-    nodes = {pointer_of(path): node for path, node in walk_for(draft.tree)}
+    autos = _autos(draft.tree, "")
+    nodes = {pointer_of(path): node for path, node in walk_for(draft.tree)} if autos else {}
     offered = ""
-    for pointer in _autos(draft.tree, ""):
+    for pointer in autos:
         node = nodes.get(pointer, {})
         fills = node.get("x-auto")
         kinds = types_of(node)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ds_hf.config.check import check, check_status, normalise, rename
 from ds_hf.config.mesh import Claim, MeshShape, find_mesh
 from ds_hf.config.rules import check_optimizer, check_rules
-from ds_hf.config.schema import Node, is_other_name, load_schema, pointer_of, types_of, walk_for
+from ds_hf.config.schema import Node, is_other_name, load_schema, pointer_of, types_of, walk_sections
 from ds_hf.config.source import Draft, in_order, read_source
 from ds_hf.config.triple import WorldSize, resolve_batch
 from ds_hf.config.types.root import Config, Origin, OriginKind
@@ -188,19 +188,29 @@ def _section_class(hint: Any) -> type[Any] | None:
 def provenance(draft: Draft) -> dict[str, Origin]:
     """Where each effective value came from, by pointer, in the order of the schema."""
     result: dict[str, Origin] = {}
-    for path, node in walk_for(draft.tree):
-        if is_other_name(node) or path[0] == "$schema":
+    for key, nodes in walk_sections(draft.tree).items():
+        if key not in draft.tree:  # as most
+            result |= _defaults_of(key)
             continue
-        given = path[0] in draft.tree  # few sections are
-        if "properties" in node and not (given and draft.get(path) == {}):
-            continue
-        parent = draft.get(path[:-1]) if given else None
-        pointer = pointer_of(path)
-        if isinstance(parent, dict) and path[-1] in parent:
-            result[pointer] = _origin(draft, pointer, parent[path[-1]], node)
-        elif "default" in node and _applies(draft, path):
-            result[pointer] = _DEFAULT
+        for path, node in nodes:
+            if is_other_name(node) or key == "$schema" or ("properties" in node and draft.get(path) != {}):
+                continue
+            parent = draft.get(path[:-1])
+            pointer = pointer_of(path)
+            if isinstance(parent, dict) and path[-1] in parent:
+                result[pointer] = _origin(draft, pointer, parent[path[-1]], node)
+            elif "default" in node and _applies(draft, path):
+                result[pointer] = _DEFAULT
     return result
+
+
+@functools.cache
+def _defaults_of(key: str) -> dict[str, Origin]:
+    """What is in force of a section that is not there; an optimizer or schedule that is not there has no defaults."""
+    if key in ("optimizer", "scheduler", "$schema"):
+        return {}
+    nodes = [(path, node) for path, node in walk_sections({})[key] if not is_other_name(node)]
+    return {pointer_of(path): _DEFAULT for path, node in nodes if "default" in node and "properties" not in node}
 
 
 def _origin(draft: Draft, pointer: str, value: Any, node: Node) -> Origin:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ __all__ = [
     "types_of",
     "walk",
     "walk_for",
+    "walk_sections",
 ]
 
 _SCHEMA = resources.files("ds_hf") / "schemas" / "ds_config.schema.json"
@@ -117,9 +119,18 @@ def walk(node: Node | None = None, path: Path = ()) -> Iterator[tuple[Path, Node
 
 def walk_for(tree: Node) -> tuple[tuple[Path, Node], ...]:
     """``walk`` plus the parameters of the schedule that ``tree`` names."""
+    return _walk_with(_schedule_of(tree))
+
+
+def walk_sections(tree: Node) -> dict[str, tuple[tuple[Path, Node], ...]]:
+    """``walk_for`` by the first key; shared, not to be changed."""
+    return _sections_with(_schedule_of(tree))
+
+
+def _schedule_of(tree: Node) -> str | None:
     scheduler = tree.get("scheduler")
     kind = scheduler.get("type") if isinstance(scheduler, dict) else None
-    return _walk_with(kind if isinstance(kind, str) and kind in load_schema()["$defs"] else None)
+    return kind if isinstance(kind, str) and kind in load_schema()["$defs"] else None
 
 
 @functools.cache
@@ -132,6 +143,12 @@ def _walk_with(schedule: str | None) -> tuple[tuple[Path, Node], ...]:
         else:
             result.append((path, node))
     return tuple(result)
+
+
+@functools.cache
+def _sections_with(schedule: str | None) -> dict[str, tuple[tuple[Path, Node], ...]]:
+    grouped = itertools.groupby(_walk_with(schedule), lambda each: each[0][0])
+    return {key: tuple(nodes) for key, nodes in grouped}
 
 
 def types_of(node: Node) -> set[str]:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ds_hf.config.parse import MAX_DEPTH, Parsed, parse
 from ds_hf.config.presets import PRESETS, preset
-from ds_hf.config.schema import Node, escape, pointer_of, walk_for
+from ds_hf.config.schema import Node, escape, pointer_of, walk_sections
 from ds_hf.config.schema import Path as Keys
 from ds_hf.config.types.root import Origin
 from ds_hf.errors import ConfigError, Fault
@@ -281,9 +281,9 @@ class Draft:
 
     def present(self) -> Iterator[tuple[Keys, Node]]:
         """``walk_for`` of the keys that are there when they are come to: of most sections none is."""
-        for path, node in walk_for(self.tree):
-            if path[0] in self.tree and self.has(path):
-                yield path, node
+        for key, nodes in walk_sections(self.tree).items():
+            if key in self.tree:
+                yield from ((path, node) for path, node in nodes if self.has(path))
 
     def put(self, path: Keys, value: Any, origin: Origin) -> bool:
         """Set ``path``, making the objects around it; False when a parent is no object."""
