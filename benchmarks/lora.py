@@ -9,13 +9,13 @@ and Liger's kernels where they are installed.
 All train LoRA of ``--rank`` on all linear layers of the same bf16 base, from the same seed and on the same tokens, and
 take turns as in ``training.py``, whose loop and tokens these are. *ds_hf* fuses adapters (``ds_hf.fused_lora``),
 *ds_hf-peft* leaves them to PEFT, *ds_hf-chunked* has its loss in chunks too, *ds_hf-captured* its blocks in CUDA
-graphs, *ds_hf-liger* Liger's kernels in the model and *ds_hf-liger-host* the inputs of checkpointed blocks in host
-memory, too. *peft* is plain torch as the Trainer runs it: fp32 adapters under bf16 autocast, torch's fused AdamW;
-*peft-16* has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's kernels, its fused loss among them;
-*axolotl* has axolotl's LoRA kernels beside those of Liger. *unsloth* is ``FastLanguageModel`` of a saved copy of the
-same base, under bf16 autocast as in its Trainer, its blocks' inputs in host memory with ``--checkpointing``;
-*unsloth-kept* keeps these on the GPU. It changes transformers for its whole process, so it is measured in one of its
-own. Both are found on ``PYTHONPATH``, and need bitsandbytes.
+graphs, *ds_hf-stage1* and *ds_hf-stage3* are *ds_hf-chunked* at these stages, *ds_hf-liger* Liger's kernels in the
+model and *ds_hf-liger-host* the inputs of checkpointed blocks in host memory, too. *peft* is plain torch as the Trainer
+runs it: fp32 adapters under bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast; *liger* is
+*peft-16* with Liger's kernels, its fused loss among them; *axolotl* has axolotl's LoRA kernels beside those of Liger.
+*unsloth* is ``FastLanguageModel`` of a saved copy of the same base, under bf16 autocast as in its Trainer, its blocks'
+inputs in host memory with ``--checkpointing``; *unsloth-kept* keeps these on the GPU. It changes transformers for its
+whole process, so it is measured in one of its own. Both are found on ``PYTHONPATH``, and need bitsandbytes.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
 engine's own blocks, and needs no library, *ds_hf-liger-blocks* Liger's kernels beside them; *ds_hf-blocks-long* keeps
@@ -326,6 +326,14 @@ ENGINES: dict[str, type[training.Contender]] = {
         },
     ),
     "ds_hf-blocks-peft": variant("DsHfBlocksPeft", blocks=True, fused_lora=False),
+    **{
+        f"ds_hf-stage{stage}": type(
+            f"DsHfStage{stage}",
+            (DsHf,),
+            {"own": {"chunked_loss": True}, "sections": {"zero_optimization": {"stage": stage}}},
+        )
+        for stage in (1, 3)
+    },
     "peft": Peft,
     "peft-16": Peft16,
     "liger": Liger,

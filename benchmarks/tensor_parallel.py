@@ -9,8 +9,8 @@ ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 para
 less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
 With ``--tied`` the output layer has the embedding's weight: ds_hf leaves both whole, and *divided* is ds_hf with
 ``vocab_parallel_lm_head``; *tokens* is ds_hf with ``ds_hf.tensor_sequence_parallel``. *waiting* and *tokens-waiting*
-have compiled blocks that run nothing beside what they exchange. *half* is ds_hf without tensor parallelism and half the
-micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
+have compiled blocks that exchange each thing by itself, and run nothing beside it. *half* is ds_hf without tensor
+parallelism and half the micro-batch on each process: its step divided by that of ds_hf is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is

@@ -459,7 +459,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """All engines in turn, ``--rounds`` times; ``after`` gets what is known after each, for runs that are cut off."""
     if getattr(args, "side_by_side", False):
-        return measure_side_by_side(args)
+        records = measure_side_by_side(args)
+        after(records)
+        return records
     names = args.engines.split(",")
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(args.rounds):

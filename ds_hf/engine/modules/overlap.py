@@ -1,4 +1,8 @@
-"""Compiled blocks that processes share: products of weights' gradients run beside what is communicated.
+"""Compiled blocks that processes share: what they exchange is added up before, and runs beside products.
+
+Layers of one input (q, k and v; gate and up) each sum their gradient of it over the processes, and the model adds these
+sums. The sum over the processes of what was added up is the same, but for rounding, and one collective in place of
+three. Code that is not compiled does so, too (``parallel/tensor/functions.py``).
 
 Where a layer is cut, backward sums the gradient of its input over the processes, or gathers that of its output, and
 autograd computes the gradients of the layer's weights before: the GPU then waits for the wire with nothing left to
@@ -25,7 +29,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-__all__ = ["PATCHES", "ProductsBesideCollectives", "reorder"]
+__all__ = ["PATCHES", "ExchangesOfBlocks", "join_sums", "reorder"]
 
 _LEFT = 32  # multiprocessors; NCCL takes as many blocks at most, unless NCCL_MAX_CTAS says more
 _COVERS = 1500  # operations of a product that take as long as a byte of a collective, at 600 TFLOP/s and 400 GB/s
@@ -33,10 +37,11 @@ _aten = torch.ops.aten
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"}
 
 
-class ProductsBesideCollectives(CustomGraphPass):
-    """``reorder`` as inductor's pass; equal ones share compiled code."""
+class ExchangesOfBlocks(CustomGraphPass):
+    """``join_sums`` and ``reorder`` as inductor's pass; equal ones share compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        join_sums(graph)
         reorder(graph)
 
     def uuid(self) -> bytes:
@@ -49,7 +54,41 @@ class ProductsBesideCollectives(CustomGraphPass):
         return hash(type(self))
 
 
-PATCHES = {"post_grad_custom_post_pass": ProductsBesideCollectives()}  # of inductor's configuration
+PATCHES = {"post_grad_custom_post_pass": ExchangesOfBlocks()}  # of inductor's configuration
+
+
+def join_sums(graph: fx.Graph) -> None:
+    """Where sums over the same processes are added, and nothing else has them, let the processes sum what was added up,
+    in place."""
+    for node in list(graph.nodes):
+        if node.target is not _aten.add.Tensor or node.kwargs or not all(map(_is_sum, node.args)):
+            continue
+        (first, second), before = node.args, list(node.all_input_nodes)
+        sums = first.args[0], second.args[0]
+        if first is second or sums[0].target is not sums[1].target or sums[0].args[1:] != sums[1].args[1:]:
+            continue
+        parts = [each.args[0] for each in sums]
+        if len({(value.dtype, value.shape) for value in _values(parts)}) > 1:
+            continue
+        with graph.inserting_before(node):
+            whole = graph.call_function(node.target, tuple(parts))
+            start = graph.call_function(sums[0].target, (whole, *sums[0].args[1:]))
+            wait = graph.call_function(first.target, (start,))
+        whole.meta.update(parts[0].meta)
+        start.meta.update(node.meta)
+        wait.meta.update(node.meta)
+        node.replace_all_uses_with(wait)
+        for each in (node, *before, *sums):
+            graph.erase_node(each)
+
+
+def _is_sum(wait: Any) -> bool:
+    """Whether it waits for a sum over processes that nothing else waits for, and one alone has it."""
+    if not isinstance(wait, fx.Node) or not _is_wait(wait) or len(wait.users) > 1:
+        return False
+    start = wait.all_input_nodes[0]
+    sums = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
+    return _schema_name(start) in sums and start.args[1] == "sum" and len(start.users) == 1 and not start.kwargs
 
 
 def reorder(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hf import initialize
 from ds_hf.engine.modules import overlap
@@ -58,6 +59,7 @@ def told(graph: fx.Graph) -> list[str]:
     return found
 
 
+BLOCKS = 3  # of the tests' Llama
 SQUARE = ((8, 8),) * 3
 
 
@@ -188,6 +190,81 @@ def test_what_leaves_room_sets_everything_back(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [("library", "_BlasBackend.Cublaslt"), ("left", 32), ("left", None), ("library", now)]
 
 
+# -- sums that are added ----------------------------------------------------------------------------------------------
+
+
+def of_one_input(a: Tensor, b: Tensor, c: Tensor, w: Tensor) -> Tensor:
+    """The gradient of what q, k and v have as their input."""
+    return summed(a @ w) + summed(b @ w) + summed(c @ w)
+
+
+def test_sums_that_are_added_are_one() -> None:
+    module, again = (traced(of_one_input, *((8, 8),) * 4) for _ in range(2))
+    overlap.join_sums(again.graph)
+    again.graph.lint()
+    again.recompile()
+    assert told(module.graph).count("all_reduce") == 3
+    assert told(again.graph) == ["mm", "mm", "mm", "all_reduce", "wait_tensor"]
+    inputs = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    torch.testing.assert_close(OfOne(again).run(*inputs), inputs[:3].sum(0) @ inputs[3], rtol=1e-12, atol=1e-12)
+    values = {str(node.target): node.meta["val"].shape for node in again.graph.nodes if "val" in node.meta}
+    assert set(values.values()) == {(8, 8)}
+
+
+def scattered(x: Tensor, group: str = "0") -> Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 2, group))  # type: ignore[no-any-return]
+
+
+def test_sums_of_own_tokens_too() -> None:
+    module = traced(lambda x, y: scattered(x) + scattered(y), (8, 8), (8, 8))
+    overlap.join_sums(module.graph)
+    module.graph.lint()
+    start, wait = list(module.graph.nodes)[3:5]
+    assert start.target is c10d.reduce_scatter_tensor.default
+    assert start.args[0].target is torch.ops.aten.add.Tensor
+    assert (start.args[0].meta["val"].shape, start.meta["val"].shape, wait.meta["val"].shape) == (
+        (8, 8),
+        (4, 8),
+        (4, 8),
+    )
+
+
+def largest(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, "max", "0"))  # type: ignore[no-any-return]
+
+
+def both_used(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    first = summed(x)
+    return first + summed(y), first * 2
+
+
+def twice(x: Tensor, y: Tensor) -> Tensor:
+    first = summed(x + y)
+    return first + first
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: largest(x) + largest(y),
+        lambda x, y: torch.add(summed(x), summed(y), alpha=2),
+        lambda x, y: summed(x) + c10d.wait_tensor(c10d.all_reduce(y, "sum", "1")),
+        lambda x, y: summed(x) + scattered(torch.cat([y, y])),
+        lambda x, y: summed(x) + summed(y[:1]),
+        lambda x, y: summed(x) + summed(y.double()),
+        lambda x, y: summed(x) + y,
+        lambda x, y: summed(x) * summed(y),
+        both_used,
+        twice,
+    ],
+)
+def test_what_is_something_else_stays(function: Callable[..., Any]) -> None:
+    module = traced(function, (8, 8), (8, 8))
+    before = [node.name for node in module.graph.nodes]
+    overlap.join_sums(module.graph)
+    assert [node.name for node in module.graph.nodes] == before
+
+
 # -- wired -------------------------------------------------------------------------------------------------------------
 
 
@@ -211,15 +288,28 @@ def test_shared_blocks_have_the_order(given: dict[str, Any], expected: dict[str,
 
 
 def test_a_pass_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.post_grad_custom_post_pass", overlap.ProductsBesideCollectives())
+    monkeypatch.setattr("torch._inductor.config.post_grad_custom_post_pass", overlap.ExchangesOfBlocks())
     block = torch.nn.Linear(4, 4)
     with mock.patch("torch.compile") as compile:
         ModuleCompiler([block], shared=True).compile(block)
         assert "post_grad_custom_post_pass" not in compile.call_args.kwargs["backend"].options["config_patches"]
 
 
-def compiled(backend: str | None, own: dict[str, Any]) -> tuple[list[float], bool]:
-    """Losses of two steps, and whether the blocks of this engine have the order."""
+class Exchanges(TorchDispatchMode):
+    """Notes what compiled code exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
+            self.names.append(func._opname.rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def compiled(backend: str | None, own: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Losses of two steps, and what blocks exchange in the second one's backward."""
     torch._dynamo.reset()
     config = {
         "train_batch_size": 2,
@@ -233,18 +323,27 @@ def compiled(backend: str | None, own: dict[str, Any]) -> tuple[list[float], boo
     ids, losses = torch.arange(4, 36).view(2, 16) % 60, []
     for _ in range(2):
         loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
+        with Exchanges() as seen:
+            engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    return losses, engine.compiler._shared
+    assert engine.compiler._shared
+    return losses, sorted(seen.names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [{}, KEY])
-def test_inductor_computes_the_same(own: dict[str, Any]) -> None:
-    (quick, _), (other, _) = run_distributed(compiled, 2, BACKEND, own, timeout=100)
-    (found, shared), (same, _) = run_distributed(compiled, 2, None, own, timeout=250)
-    assert shared
+@pytest.mark.parametrize(
+    ("own", "apart", "joined"),
+    [
+        ({}, ["all_reduce"] * 5, ["all_reduce"] * 2),  # q, k and v, gate and up; their sums
+        (KEY, [*["all_gather_into_tensor"] * 2, *["reduce_scatter_tensor"] * 2], None),
+    ],
+)
+def test_inductor_computes_the_same(own: dict[str, Any], apart: list[str], joined: list[str] | None) -> None:
+    (quick, exchanged), (other, _) = run_distributed(compiled, 2, BACKEND, own, timeout=100)
+    (found, again), (same, _) = run_distributed(compiled, 2, None, own, timeout=250)
+    assert exchanged == sorted(apart * BLOCKS)
+    assert again == sorted((joined or apart) * BLOCKS)
     assert found == same
     assert found == pytest.approx(quick, rel=1e-6)
     assert other == quick
