@@ -678,7 +678,7 @@ def why_not_divided(events: dict[str, Any]) -> str:
         )
     if why := events.get("together", {}).get("why"):
         return f"{why}, so that another division trains something else"
-    if "not resizable" in events and "pipe" not in events.get("facts", {}):  # the loss of a pipeline is a mean
+    if "not resizable" in events and "pipe" not in events.get("facts", {}):  # a pipeline's is looked at
         return (
             "the script's own loss cannot be looked at, and another division trains something else where its samples "
             "count together (a contrastive loss, or a sum)"

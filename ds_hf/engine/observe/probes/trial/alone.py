@@ -14,23 +14,26 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_hf.engine.comm.memory import shared_out_of_memory
 from ds_hf.engine.observe.probes.learning_rate.feeding import loss_in
-from ds_hf.engine.observe.probes.trial.batches import resized
+from ds_hf.engine.observe.probes.trial.batches import Batch, batch_numel, map_tensors, resized
 from ds_hf.engine.observe.probes.trial.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from ds_hf.engine.observe.probes.trial.replay import Replay
+    from ds_hf.engine.parallel.pipeline.module import StageModule
 
-__all__ = ["is_made_of", "takes_statistics", "why_not_alone"]
+__all__ = ["PipelineLoss", "is_made_of", "takes_statistics", "why_not_alone"]
 
 COPIES = 2
 ITEMS = "num_items_in_batch"  # of the whole step, by which transformers' Trainer has a model divide its sum
 SAME = 1e-5  # of a loss in fp32, by rounding
 NOISE = 1e-2  # of the loss: two passes over one sample that differ by more draw numbers, and tell nothing
+_TOGETHER = "its samples count together (a contrastive loss, or a sum)"
 DIFFERENT = 0.03  # copies of a sample change a loss in 16 bits by less than this, if they only are averaged
 
 
@@ -66,7 +69,7 @@ def why_not_alone(replay: Replay) -> str | None:
     if noise > NOISE:
         return None
     if _difference(once, copies) > DIFFERENT:
-        return "its samples count together (a contrastive loss, or a sum)"
+        return _TOGETHER
     same = max(SAME if whole.dtype == torch.float32 else DIFFERENT, 10 * noise)
     if _difference(whole, 2 * half) > same:
         part = "a part of its loss (the balance of experts)" if _difference(whole, half) > same else "its loss"
@@ -75,6 +78,56 @@ def why_not_alone(replay: Replay) -> str | None:
             "(model.accepts_loss_kwargs = False, before the Trainer is made, has it divided)"
         )
     return None
+
+
+class PipelineLoss:
+    """What the loss of a pipeline is computed of: the outputs and labels of its first micro-batch, on the processes
+    that compute it. A pipeline runs no other batches than the script's."""
+
+    def __init__(self, module: StageModule) -> None:
+        self.module, self._given = module, list[Any]()
+        self._loss: Any = module.loss_fn
+        self._handle = None
+        if isinstance(self._loss, nn.Module):
+            self._handle = self._loss.register_forward_pre_hook(self._take)
+        elif self._loss is not None:
+            module.loss_fn = self._first
+
+    def _first(self, *given: Any) -> Any:
+        self._take(None, given)
+        return self._loss(*given)
+
+    def _take(self, _: Any, given: tuple[Any, ...]) -> None:
+        self._given += map_tensors(given, Tensor.detach)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self.module.loss_fn = self._loss
+
+    def why_not_alone(self) -> str | None:
+        """As the function of this name; of a loss that the last layer gives nothing is known. All ranks call it, and
+        learn what any knows."""
+        self._leave()
+        every: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, takes_statistics(self.module) or self._why())
+        return next((why for why in every if why is not None), None)
+
+    def _why(self) -> str | None:
+        if self._loss is None:
+            return "the last layer of the pipeline gives the loss, of which nothing is known"
+        numel = batch_numel(tuple(self._given), {})
+        if numel is None:  # of a later stage
+            return None
+        batch = Batch(tuple(self._given), {}, numel)
+        try:
+            with torch.no_grad():
+                once, again, copies = (self._loss(*resized(batch, count, of=1).args) for count in (1, 1, COPIES))
+            different = _difference(once, again) <= NOISE and _difference(once, copies) > DIFFERENT
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError):
+            return None  # it takes no single sample
+        return _TOGETHER if different else None
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

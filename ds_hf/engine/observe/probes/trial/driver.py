@@ -29,7 +29,7 @@ from torch import Tensor
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.snapshot import Snapshot
-from ds_hf.engine.observe.probes.trial.alone import is_made_of, takes_statistics
+from ds_hf.engine.observe.probes.trial.alone import PipelineLoss, is_made_of, takes_statistics
 from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, tensors_in
 from ds_hf.engine.observe.probes.trial.clock import Clock
 from ds_hf.engine.observe.probes.trial.further import follow
@@ -103,6 +103,7 @@ class Driver:
         self._fed: list[Tensor] = []  # of the first stage of a pipeline
         if isinstance(engine.module, StageModule):
             engine.module.register_forward_pre_hook(self._feed)
+            self._pipeline_loss = PipelineLoss(engine.module)
         self.emit("facts", **facts(engine, self.meter.total))
 
     def _feed(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -168,6 +169,8 @@ class Driver:
         self.emit("note", text="a pipeline runs its batches itself, so only the script's own steps are timed",
                   resizable=False)  # fmt: skip
         if self.request.survey:
+            if why := self._pipeline_loss.why_not_alone():
+                self.emit("together", why=why)
             survey_pipeline(self.engine, self._fed, self.emit)
         if self.request.natural_steps == 0:
             self._finish()

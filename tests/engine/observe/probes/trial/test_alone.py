@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from ds_hf import initialize
+from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.observe.probes.trial.alone import takes_statistics, why_not_alone
 from ds_hf.engine.observe.probes.trial.batches import Batch
 from ds_hf.engine.observe.probes.trial.driver import attach
@@ -208,3 +211,54 @@ def test_a_script_that_trains_with_another_loss_than_its_models(tmp_path: Path) 
     (found,) = run_distributed(with_another_loss, 1, str(tmp_path))
     another = "the script trains with a loss that is not the model's, of which nothing is known"
     assert found == [None, another, another]
+
+
+def nce(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(out @ labels.T, torch.arange(len(out)))
+
+
+class Nce(nn.Module):
+    def forward(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nce(out, labels)
+
+
+class GivesLoss(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def of_pipelines(folder: str) -> list[str | None]:
+    """Losses of a pipeline: a mean, a sum, contrastive ones, one of the last layer; and one of batch norm."""
+    found, linear = [], lambda: nn.Linear(WIDTH, WIDTH)
+    stages = dist.get_world_size()
+    for number, (layers, loss) in enumerate(
+        (
+            ([linear(), linear()], mse_loss),
+            ([linear(), linear()], partial(mse_loss, reduction="sum")),
+            ([linear(), linear()], nce),
+            ([linear(), linear()], Nce()),
+            ([linear(), linear(), GivesLoss()], None),
+            ([linear(), nn.BatchNorm1d(WIDTH)], mse_loss),
+        )
+    ):
+        (place := Path(folder) / str(number)).mkdir(exist_ok=True)
+        module = PipelineModule(layers, num_stages=stages, loss_fn=loss)
+        engine, file = make_engine(module), str(place / "events.jsonl")
+        attach(engine, TrialRequest(file, finish=False, steps=2, points=((2, 1),), survey=True, natural_steps=1))
+        for _ in range(2):
+            engine.train_batch(iter([(torch.randn(2, WIDTH), torch.randn(2, WIDTH))]))
+        assert module.loss_fn is loss
+        found.append(why([event for event, _ in read_events(Path(file))]) if not dist.get_rank() else None)
+        engine.destroy()
+    return found
+
+
+def test_losses_of_pipelines_whose_samples_count_together(tmp_path: Path) -> None:
+    """They were taken for means over samples, whatever the loss_fn."""
+    found = run_distributed(of_pipelines, 2, str(tmp_path))[0]
+    together = "its samples count together (a contrastive loss, or a sum)"
+    assert found == [
+        None, together, together, together,
+        "the last layer of the pipeline gives the loss, of which nothing is known",
+        "batch norm takes its statistics from each micro-batch",
+    ]  # fmt: skip
