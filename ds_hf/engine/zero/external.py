@@ -37,6 +37,7 @@ __all__ = [
     "explain_uncalled",
     "external_parameters",
     "notice_anew",
+    "read_by",
     "register_external_parameter",
     "unregister_external_parameter",
     "unwatch",
@@ -115,7 +116,7 @@ class _Watched(dict[str, nn.Parameter | None]):
         return self.given
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self),)) if self.read is None else self.restored().__reduce__()  # type: ignore[return-value]
+        return (dict, (dict(self),)) if type(self.given) is dict else self.restored().__reduce__()  # type: ignore[return-value]
 
 
 def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None], *, blocks: bool = False) -> bool:
@@ -148,6 +149,19 @@ def unwatch(unit: Unit) -> None:
             watched.told.pop(unit, None)
             if not watched.told:
                 module.__dict__["_parameters"] = watched.restored()
+
+
+def read_by(module: nn.Module, read: Callable[[str, Any], Any] | None) -> None:
+    """Have what reads a parameter of ``module`` by name get what ``read`` makes of its name and the parameter; ``None``
+    ends that."""
+    watched = module._parameters
+    if not isinstance(watched, _Watched):
+        if read is None:
+            return
+        watched = module.__dict__["_parameters"] = _Watched(watched)
+    watched.read = read
+    if read is None and not watched.told:
+        module.__dict__["_parameters"] = watched.restored()
 
 
 def _holders(unit: Unit) -> list[nn.Module]:

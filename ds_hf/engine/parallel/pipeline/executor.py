@@ -96,8 +96,8 @@ class _Telling:
 class _Computing:
     """The time inside is not idle; it is that of a phase of the engine."""
 
-    def __init__(self, executor: Executor, phase: Phase) -> None:
-        self.executor, self.phase = executor, executor.engine.events.phase(phase)
+    def __init__(self, executor: Executor, phase: Phase, *outputs: Tensor) -> None:
+        self.executor, self.phase = executor, executor.engine.events.phase(phase, *outputs)
 
     def __enter__(self) -> None:
         self.begun = time.perf_counter()
@@ -239,7 +239,7 @@ class Executor:
         if link is not None:
             gradients = list(link.receive_gradients(kept.outputs))
         self._expect(following)
-        with _Computing(self, "backward"), self.engine.hooks.driving():
+        with _Computing(self, "backward", *kept.outputs), self.engine.hooks.driving():
             if link is None:
                 self._last_backward(kept.outputs)
             elif kept.outputs:

@@ -71,6 +71,11 @@ def _nothing() -> None:
     return None
 
 
+def _itself(param: Any) -> Any:
+    """The parameter that was read by name, of which the reader may have got a view (``reads``)."""
+    return getattr(param, "_ds_read_of", param)
+
+
 def divided_over(param: nn.Parameter, axis: Axis, cuts: Sequence[Cut]) -> None:
     """Let ``param`` be gathered by name: DeepSpeed's marks and functions."""
     param._ds_divided = Divided(axis, cuts)  # type: ignore[attr-defined]
@@ -86,14 +91,14 @@ def mark_divided(param: nn.Parameter) -> None:
 
 def _gather(params_list: Sequence[Tensor | None]) -> None:
     """``param.gather_params([param])``: whole values, until ``_tp_partition``. Collective."""
-    for param in params_list:
+    for param in map(_itself, params_list):
         if param is not None and (divided := getattr(param, "_ds_divided", None)) is not None:
             divided.gather(param)
 
 
 def _partition(params_list: Sequence[Tensor | None]) -> None:
     """``param._tp_partition([param])``: the part that is here, of the values that the parameter has now."""
-    for param in params_list:
+    for param in map(_itself, params_list):
         if param is not None and (divided := getattr(param, "_ds_divided", None)) is not None:
             _take_over([param] if divided.partition(param) else [])
 
@@ -119,6 +124,7 @@ class GatherReplacedLayerParams:
 
     def __init__(self, params: Any, module: nn.Module | None = None, enabled: bool = True) -> None:
         given = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
+        given = [_itself(p) for p in given]
         self.params = [p for p in given if enabled and isinstance(p, Tensor) and cut_of(p) is not None]
         self.params = [p for p in dict.fromkeys(self.params) if getattr(p, "_ds_divided", None) is not None]
         self._held = ExitStack()

@@ -7,23 +7,28 @@ each process computes the same, whole gradient. A plan says which is which (``re
 several of transformers' leave norms of queries and keys out: training would follow the mean of the parts, silently.
 
 The walk begins at the first output, which is whole, and changes sides at the functions of ``functions``. What a cut
-parameter gives that it meets on the whole side is taken for all. Behind a node that hides what it computes (compiled
-code, other functions written in Python) nothing is concluded until the next.
+parameter gives that it meets on the whole side is taken for all; frozen ones are seen by ``reads``. It is done again
+of the loss with which the script goes backward. Behind a node that hides what it computes (compiled code, other
+functions written in Python) nothing is concluded until the next.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from ds_hf.engine.events import Observer, Phase
 from ds_hf.engine.parallel.tensor.functions import SIDES
 from ds_hf.engine.parallel.tensor.heads import layer_of
-from ds_hf.engine.parallel.tensor.styles import Style, place_of
+from ds_hf.engine.parallel.tensor.reads import PartRead, PartReads
+from ds_hf.engine.parallel.tensor.styles import ALONE, Style, place_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.hooks import Hook
@@ -82,40 +87,107 @@ def _is_norm_of_heads(key: str, child: nn.Module, attention: nn.Module, model: n
 
 
 def attach(engine: Any) -> None:
-    """Read the graph of the first call of ``engine`` that has one; what is wrong is raised there, on all processes."""
-    model: nn.Module = engine.module
-    section = engine.settings.tensor_parallel
-    planned = section.partition_config is None and section.preset_model is None
+    """Read the graph of the first call of ``engine`` that has one, and of the first loss; what is wrong is raised
+    there, on all processes."""
+    engine.events.add(_First(engine))
 
-    def read(module: nn.Module, args: Any, output: Any) -> None:
+
+class _First(Observer):
+    """Of an engine: the first output and the first loss with a graph."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.model = engine, engine.module
+        section = engine.settings.tensor_parallel
+        self.planned = section.partition_config is None and section.preset_model is None
+        self.reads = PartReads(self.model)
+        self._output = False
+        # of a copy, which an engine does not train, they are nothing
+        self._handles = [
+            self.model.register_forward_pre_hook(Hook(self._before)),
+            self.model.register_forward_hook(Hook(self._after)),
+        ]
+
+    def _before(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.reads.begin()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
-        if first is not None:  # the loss or the logits; a cache of keys behind them is of the heads that are here
-            handle.remove()
-            sides = sides_of(first)
-            _check(module, sides, planned=planned)
-            _check_cut(module, sides, of_loss=first.dim() == 0)
+        if first is not None and not self._output:
+            self._output = True  # the loss or the logits; a cache of keys behind them is of the heads that are here
+            _check(module, sides_of(first), planned=self.planned)
+            _check_cut(module, _wholes(sides_of(first)), of_loss=first.dim() == 0)
 
-    handle = model.register_forward_hook(Hook(read))  # of a copy, which an engine does not train, it is nothing
+    def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExitStack | None:
+        if name not in ("backward", "own backward"):
+            return None
+        loss = next(tensors_in((args, kwargs)), None)
+        if loss is not None and self._output:
+            _check(self.model, sides_of(loss), planned=self.planned)
+            _check_cut(self.model, _wholes(sides_of(loss, products=True)), of_loss=True)
+        after = ExitStack()
+        after.push(self._over)
+        return after
+
+    def _over(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.close()
+        if (
+            kind is None and self.reads.hidden
+        ):  # of a layer that gives wholes: what a block makes of others may be right
+            alone = {id(p) for m in self.model.modules() if isinstance(m, ALONE) for p in m._parameters.values()}
+            _check_cut(self.model, self.reads.hidden & alone, of_loss=True)
+
+    def close(self) -> None:
+        self.engine.events.remove(self)
+        self.reads.end()
+        while self._handles:
+            self._handles.pop().remove()
 
 
-def sides_of(output: Tensor) -> Mapping[int, set[str]]:
-    """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both."""
+def sides_of(output: Tensor, *, products: bool = False) -> Mapping[int, set[str]]:
+    """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both.
+
+    Args:
+        products: only where something is multiplied by it, or looked up in it: a penalty on a part has the gradient
+            that one on the whole has.
+    """
     found: dict[int, set[str]] = defaultdict(set)
-    nodes = [(output.grad_fn, "whole")]
+    nodes: list[tuple[Any, str, bool]] = [(output.grad_fn, "whole", not products)]
     seen = set(nodes)
     while nodes:
-        node, side = nodes.pop()
-        assert node is not None
-        if hasattr(node, "variable"):
-            found[id(node.variable)].add(side)
+        node, side, counts = nodes.pop()
+        if (key := _param_of(node)) is not None:
+            if counts:
+                found[key].add(side)
             continue
+        name = node.name()
         if isinstance(node, BackwardCFunction):
-            side = SIDES.get(type(node)._forward_cls, _UNKNOWN)
+            side = SIDES.get(getattr(type(node), "_forward_cls", object), _UNKNOWN)
+        elif "CppNode" in name:  # functions in C++, collectives of torch among them
+            side = _UNKNOWN
+        if products and not _SAME_VALUES.match(name):
+            counts = _PRODUCT.search(name) is not None
         for following, _ in node.next_functions:
-            if following is not None and (following, side) not in seen:
-                seen.add((following, side))
-                nodes.append((following, side))
+            if following is not None and (following, side, counts) not in seen:
+                seen.add((following, side, counts))
+                nodes.append((following, side, counts))
     return found
+
+
+_PRODUCT = re.compile("mm|Mm|mv|Mv|Dot|Linear|Embedding|Index|Gather|Convolution|Bilinear")
+_SAME_VALUES = re.compile(
+    r"(T|Transpose|Permute|View|UnsafeView|Unsqueeze|Squeeze|Expand|Slice|ToCopy|Clone|Alias)\w*Backward"
+)
+
+
+def _param_of(node: Any) -> int | None:
+    """The id of the parameter for whose gradient, or frozen part, ``node`` stands."""
+    if hasattr(node, "variable"):
+        return id(node.variable)
+    if getattr(type(node), "_forward_cls", None) is not PartRead:
+        return None
+    node.seen = True
+    return cast(int, node.param)
 
 
 def _check(model: nn.Module, sides: Mapping[int, set[str]], *, planned: bool) -> None:
@@ -157,9 +229,16 @@ def _check(model: nn.Module, sides: Mapping[int, set[str]], *, planned: bool) ->
     )
 
 
-def _check_cut(model: nn.Module, sides: Mapping[int, set[str]], *, of_loss: bool) -> None:
+def _wholes(sides: Mapping[int, set[str]]) -> set[int]:
+    return {param for param, found in sides.items() if "whole" in found}
+
+
+def _check_cut(model: nn.Module, wholes: Set[int], *, of_loss: bool) -> None:
     """What a cut layer gives in part goes through a function of ``functions`` before it is taken for a whole. A part of
     the logits that a script gets may be what it wants, so that is a warning.
+
+    Args:
+        wholes: ids of parameters that are taken for wholes.
 
     Raises:
         ConfigError: the loss is computed of a part.
@@ -169,7 +248,7 @@ def _check_cut(model: nn.Module, sides: Mapping[int, set[str]], *, of_loss: bool
         for path, module in model.named_modules()
         if place_of(module) is not None
         for name, param in module.named_parameters(path, recurse=False)
-        if is_cut(param) and "whole" in sides.get(id(param), ())
+        if is_cut(param) and id(param) in wholes
     ]
     if not parts:
         return
@@ -177,7 +256,7 @@ def _check_cut(model: nn.Module, sides: Mapping[int, set[str]], *, of_loss: bool
     result = "the loss" if of_loss else "what the model returns"
     what = (
         f"{', '.join(parts[:3])}: each process has a part, and {result} is computed of that part as if it were all: "
-        "the layer's outputs are not gathered, or its weight is multiplied by without calling the layer"
+        "the layer's outputs are not gathered, or its weight is used without calling the layer"
     )
     fix = (
         f'call {layer}, with "gather_output": true in its rule where it has one, or leave it whole ("partition_type": '

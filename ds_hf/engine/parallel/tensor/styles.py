@@ -47,6 +47,7 @@ from ds_hf.engine.zero.cut import is_cut
 from ds_hf.errors import DsHfError
 
 __all__ = [
+    "ALONE",
     "FUSED",
     "STYLES",
     "AlibiPart",
@@ -205,6 +206,9 @@ class AlibiPart(CutModule):
         return super().forward(*args, **kwargs)
 
 
+ALONE = (ColwiseGathered, RowwiseSplit, VocabularyEmbedding, ColumnsEmbedding)  # inputs and outputs are whole
+
+
 @dataclass(frozen=True)
 class Style:
     """One row of the table.
@@ -231,7 +235,7 @@ class Style:
     @property
     def stands_alone(self) -> bool:
         """Whether inputs and outputs are whole, so that a layer that is not cut takes its place."""
-        return self.module in (ColwiseGathered, RowwiseSplit, VocabularyEmbedding, ColumnsEmbedding)
+        return self.module in ALONE
 
 
 STYLES = {

@@ -25,7 +25,16 @@ from ds_hf.engine.parallel.tensor.heads import layer_of
 from ds_hf.engine.parallel.tensor.plan import Slicing
 from ds_hf.engine.parallel.tensor.presets import widths_of_heads
 from ds_hf.engine.parallel.tensor.rules import POINTER
-from ds_hf.engine.parallel.tensor.styles import AlibiPart, Colwise, CutModule, Rowwise, RowwiseSplit, Style, place_of
+from ds_hf.engine.parallel.tensor.styles import (
+    AlibiPart,
+    Colwise,
+    ColwiseGathered,
+    CutModule,
+    Rowwise,
+    RowwiseSplit,
+    Style,
+    place_of,
+)
 from ds_hf.engine.parallel.tensor.tokens import is_cache
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.hooks import Hook
@@ -48,6 +57,11 @@ class _Layer:
     name: str
     module: nn.Module
     cut: Cut
+
+    @property
+    def gives_part(self) -> bool:
+        """It is cut by its outputs, and does not gather them."""
+        return isinstance(self.module, Colwise) and not isinstance(self.module, ColwiseGathered)
 
     @property
     def others(self) -> int:
@@ -119,10 +133,10 @@ def _kinds(model: nn.Module) -> dict[str, list[_Layer]]:
     modules = dict(model.named_modules())
     blocks = [f"{name}." for name, _ in find_blocks(model)]
     layers = [*_linears(modules)]
-    columns = [layer for layer in layers if isinstance(layer.module, Colwise)]
+    columns = [layer for layer in layers if layer.gives_part]
     around = set[str]()
     for row in layers:
-        if row not in columns:
+        if isinstance(row.module, Rowwise):
             around.add(_around(row, columns, modules))
     for column in columns:
         if not any(column.name.startswith(f"{name}.") for name in around):
@@ -229,7 +243,7 @@ class _Trial:
             calls[layer.name] += 1
             seed = 1000 * calls[layer.name] + self.layers.index(layer)
             whole = _numbers((*x.shape[:-1], layer.cut.whole[layer.cut.dim]), x, layer, seed)
-            return given(layer, whole)
+            return given(layer, whole) if layer.gives_part else whole
 
         def row(layer: _Layer, x: Tensor) -> Tensor:
             rows.append((layer, x))
@@ -347,7 +361,7 @@ def _better(trial: _Trial, whole: _Given) -> Iterator[str]:
     config = getattr(trial.module, "config", None) or getattr(trial.model, "config", None)
     columns: dict[str, list[_Layer]] = defaultdict(list)  # a layer, with its adapter
     for each in trial.layers:
-        if isinstance(each.module, Colwise):
+        if each.gives_part:
             columns[layer_of(each.name)].append(each)
     for name, parts in columns.items():
         outputs = parts[0].cut.whole[parts[0].cut.dim]

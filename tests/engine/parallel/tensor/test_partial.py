@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import embedding as embedding_of
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 import ds_hf
+from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.parallel.tensor.functions import Place, copy_to, gather_last, reduce_from, split_last
+from ds_hf.engine.parallel.tensor.gathered import GatherReplacedLayerParams
 from ds_hf.engine.parallel.tensor.partial import sides_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError
@@ -143,6 +148,160 @@ def test_parts_of_cut_layers_that_are_taken_for_all_are_refused() -> None:
             assert "the loss is computed of that part as if it were all" in text
             assert f"call {layer}, with" in text
         assert logits == "(2, 8)"  # which is told, and not refused
+
+
+class Read(LlamaForCausalLM):  # type: ignore[misc]
+    """A weight of a cut layer that is read by name, in ways of ``how``."""
+
+    how = ""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        embedding, head = self.model.embed_tokens, self.lm_head
+        embeds = embedding_of(input_ids, embedding.weight) if self.how == "looked up" else embedding(input_ids)
+        hidden = self.model(inputs_embeds=embeds.to(head.weight.dtype))[0]
+        if self.how == "by the script":
+            return hidden  # type: ignore[no-any-return]
+        other = self.how in ("multiplied", "checkpointed", "reentrant")
+        logits = self.multiply(hidden) if other else head(hidden)
+        return cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+    def multiply(self, hidden: Tensor) -> Tensor:
+        def product(hidden: Tensor) -> Tensor:
+            return hidden @ self.lm_head.weight.T
+
+        if self.how in ("multiplied", "by the script"):
+            return product(hidden)
+        return checkpoint(product, hidden, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
+
+
+def read_of(how: str, *, frozen: bool, adapters: bool) -> Read:
+    model = Read(build("llama").config).double()
+    model.how = how
+    model._tp_plan = {**(model._tp_plan or {}), "model.embed_tokens": "embedding_rowwise"}
+    model.lm_head.requires_grad_(not frozen)
+    model.model.embed_tokens.requires_grad_(not frozen)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        model = model.double()
+    return model
+
+
+def loss_of_read(called: Any, model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = called(input_ids=ids)
+    if model.how == "by the script":
+        loss = cross_entropy(model.multiply(loss).flatten(0, 1), ids.flatten())
+    elif model.how == "penalty":
+        loss = loss + model.lm_head.weight.pow(2).sum()
+    elif model.how == "gathered":
+        with GatherReplacedLayerParams([model.lm_head.weight]):
+            loss = loss + torch.stack([model.lm_head.weight @ torch.ones(32).double()]).sum()
+    return loss
+
+
+FROZEN, TRAINED, ADAPTED = ((frozen, adapters) for frozen, adapters in ((True, False), (False, False), (True, True)))
+READS: tuple[tuple[str, tuple[bool, bool], int], ...] = (
+    *(("multiplied", FROZEN, 0), ("multiplied", ADAPTED, 3), ("checkpointed", ADAPTED, 1), ("reentrant", ADAPTED, 0)),
+    *(("reentrant", TRAINED, 3), ("by the script", ADAPTED, 1), ("by the script", TRAINED, 1)),
+    *(("looked up", FROZEN, 0), ("looked up", ADAPTED, 3)),
+)
+RIGHT = (("right", ADAPTED, 3), ("right", FROZEN, 0), ("penalty", TRAINED, 1), ("gathered", ADAPTED, 1))
+IDS = torch.arange(20).view(2, 10) % 13  # the first process has all of these words
+
+
+def said_of_reads() -> tuple[list[str], list[dict[str, Tensor]]]:
+    """What is said of wrong reads; of right ones what a step changed."""
+    said, changes = list[str](), list[dict[str, Tensor]]()
+    for how, (frozen, adapters), stage in (*READS, *RIGHT):
+        model = read_of(how, frozen=frozen, adapters=adapters)
+        before = copy.deepcopy(model)
+        engine, *_ = ds_hf.initialize(model=model, config=config(stage))
+        try:
+            engine.backward(loss_of_read(engine, model, IDS))
+            engine.step()
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            with GatheredParameters(list(model.parameters())):
+                after = whole(dict(model.named_parameters()), model, engine.mesh.axis("tensor"))
+            changes.append({name: (param - after[name]).detach() for name, param in before.named_parameters()})
+        finally:
+            engine.destroy()
+    return said, changes
+
+
+def test_frozen_and_hidden_parts_that_other_code_takes_for_all_are_refused() -> None:
+    """A frozen head whose weight is multiplied by had a loss 0.7 off, in silence."""
+    for said, changes in run_distributed(said_of_reads, 2):
+        assert len(said) == len(READS)
+        for text, (how, *_) in zip(said, READS, strict=True):
+            layer = "embed_tokens" if how == "looked up" else "lm_head"
+            assert f"{layer}.weight: each process has a part, and the loss is computed of that part as if it" in text
+        for found, (how, (frozen, adapters), _) in zip(changes, RIGHT, strict=True):
+            model = read_of(how, frozen=frozen, adapters=adapters)
+            loss_of_read(model, model, IDS).backward()
+            for name, param in model.named_parameters():
+                expected = torch.zeros_like(param) if param.grad is None else param.grad
+                torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-9)
+
+
+class Head(nn.Module):
+    def __init__(self, *, calls: bool, frozen: bool) -> None:
+        super().__init__()
+        self.norm, self.lm_head, self.calls = nn.LayerNorm(8), nn.Linear(8, 16, bias=False), calls
+        self.lm_head.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.lm_head(x) if self.calls else x @ self.lm_head.weight.T  # type: ignore[no-any-return]
+
+
+class Column(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())  # type: ignore[no-any-return]
+
+
+def stages_of(*, calls: bool, frozen: bool) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, 8), Column(), Column(), Head(calls=calls, frozen=frozen)]
+
+
+LABELS = torch.tensor([3, 5])
+HEAD = {"patterns": [r".*lm_head\.weight$"], "partition_type": "column", "gather_output": True}
+
+
+def losses_of_pipelines() -> list[Any]:
+    found = list[Any]()
+    rules = {"use_default_specs": False, "layer_specs": [*SECTION["layer_specs"], HEAD]}
+    for calls, frozen in ((True, False), (True, True), (False, False), (False, True)):
+        layers = stages_of(calls=calls, frozen=frozen)
+        module = PipelineModule(layers, num_stages=1, loss_fn=cross_entropy)
+        engine, *_ = ds_hf.initialize(model=module, config=config(0, partition_config=rules))
+        try:
+            found.append([float(engine.train_batch(iter([(torch.eye(8)[:2], LABELS)]))) for _ in range(2)])
+        except ConfigError as error:
+            found.append(str(error))
+        finally:
+            engine.destroy()
+    return found
+
+
+def test_heads_of_pipelines() -> None:
+    """One that is called was refused as if it gave a part; one that was multiplied by trained on a part."""
+    for *right, trained, frozen in run_distributed(losses_of_pipelines, 2):
+        for losses, is_frozen in zip(right, (False, True), strict=True):
+            model = nn.Sequential(*stages_of(calls=True, frozen=is_frozen))
+            (first := cross_entropy(model(torch.eye(8)[:2]), LABELS)).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad if param.grad is not None else 0.0)
+            second = cross_entropy(model(torch.eye(8)[:2]), LABELS)
+            assert losses == pytest.approx([float(first.detach()), float(second.detach())], rel=1e-5)
+        for text in (trained, frozen):
+            assert "lm_head.weight: each process has a part, and the loss is computed of that part" in text
 
 
 def test_sides_change_at_the_four_functions() -> None:
