@@ -418,10 +418,11 @@ def _trials(folder: Path) -> dict[str, Any]:
     from optuna.storages.journal import JournalFileBackend
 
     from ds_hf.autotune.journal import JOURNAL, STUDY
-    from ds_hf.autotune.records import records_of
+    from ds_hf.autotune.records import record_of
 
     storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
-    records = records_of(optuna.load_study(study_name=STUDY, storage=storage))
+    trials = optuna.load_study(study_name=STUDY, storage=storage).get_trials(deepcopy=False)
+    records = [record for record in map(record_of, trials) if record is not None]
     launched = [record for record in records if record.kind != "ruled out"]
     return {
         "ruled out": len(records) - len(launched),

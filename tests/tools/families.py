@@ -44,6 +44,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sequence": {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2},
     "pipeline": {"zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2},
     "tensor": {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": 2}},
+    "compiled_tensor": {
+        "zero_optimization": {"stage": 0},
+        "tensor_parallel": {"autotp_size": 2},
+        "ds_hf": {"compile": "blocks"},
+    },
     "divided_tokens": {
         "zero_optimization": {"stage": 0},
         "tensor_parallel": {"autotp_size": 2},

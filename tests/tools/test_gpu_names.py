@@ -1,5 +1,6 @@
 """Tests of GPUs call helpers of the other tests and the engine's insides, and most machines skip them: here their names
-and the arguments of their calls are looked up without running them."""
+and the arguments of their calls are looked up without running them; of benchmarks, which run on GPUs too, what they
+import."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from tests.conftest import wants_gpus
 
 GPU_TESTS = sorted((Path(__file__).parent.parent / "gpu").glob("test_*.py"))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def is_ours(thing: ModuleType | FunctionType) -> bool:
@@ -71,6 +74,29 @@ def faults(tree: ast.Module, module: ModuleType) -> Iterator[str]:
 def test_names_and_arguments(path: Path) -> None:
     module = importlib.import_module(f"tests.gpu.{path.stem}")  # skips where a package is missing, as the file does
     assert list(faults(ast.parse(path.read_text("utf-8")), module)) == []
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """What a script has from ours, wherever it imports it: modules, and names in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("tests", "ds_hf"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def is_there(module: str, name: str) -> bool:
+    owner = importlib.import_module(module)
+    return hasattr(owner, name) or (hasattr(owner, "__path__") and find_spec(f"{module}.{name}") is not None)
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    found = {
+        (path.name, module, name)
+        for path in sorted(BENCHMARKS.glob("*.py"))
+        for module, name in imported(ast.parse(path.read_text("utf-8")))
+    }
+    assert len(found) > 40
+    lost = [each for each in sorted(found) if not is_there(*each[1:])]
+    assert lost == []
 
 
 def test_what_is_found() -> None:
