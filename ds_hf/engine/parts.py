@@ -55,7 +55,14 @@ from ds_hf.engine.zero.packed import (
     packed_parts,
     shards_packed,
 )
-from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_buffers, plan_units, tell_common_memory
+from ds_hf.engine.zero.planning import (
+    BufferSpec,
+    UnitPolicy,
+    plan_buffers,
+    plan_units,
+    tell_common_memory,
+    tell_lost_format,
+)
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
@@ -198,6 +205,7 @@ def _prepare(
     groups = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
     tell_common_memory(model)
+    tell_lost_format(model)
     if mesh.is_given and mesh.shape.tensor > 1:
         mark_cuts(model, mesh)
     move_packed(model, device, sharded=plan.shards_parameters)

@@ -37,6 +37,7 @@ __all__ = [
     "plan_buffers",
     "plan_units",
     "tell_common_memory",
+    "tell_lost_format",
 ]
 
 FROZEN = -1  # group index of parameters that no optimizer updates
@@ -337,6 +338,27 @@ _TIED_BY_PEFT = (
     ". PEFT's ensure_weight_tying has made these, and ties them again when the saved adapter is loaded, which is then "
     "another model than the one that was trained: leave it out, and name both layers in target_modules"
 )
+
+
+def tell_lost_format(model: nn.Module) -> None:
+    """Warn of weights of convolutions in ``channels_last``: a flat buffer holds them as contiguous ones, with the same
+    values."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    lost = [
+        name
+        for name, param in model.named_parameters()
+        if type(param) is nn.Parameter
+        and (form := formats.get(param.dim())) is not None
+        and param.is_contiguous(memory_format=form)
+        and not param.is_contiguous()
+    ]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        warn_once(
+            f"{lost[0]}{more} do not keep their memory format channels_last in the engine: numbers stay the same, and "
+            "convolutions go on to compute in it where the model's inputs have it: images = "
+            "images.to(memory_format=torch.channels_last) before each call"
+        )
 
 
 def tell_common_memory(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero import planning
-from ds_hf.engine.zero.planning import FROZEN, BufferSpec, UnitPolicy, plan_units, tell_common_memory
+from ds_hf.engine.zero.planning import FROZEN, BufferSpec, UnitPolicy, plan_units, tell_common_memory, tell_lost_format
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.unit import Unit
 from tests.engine.zero.zoo import Hierarchy, MixedDtypes, Stack, TiedBlocks, TiedToRoot
@@ -111,6 +111,25 @@ def test_a_large_leaf_is_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     untied = TinyLM()
     untied.head = nn.Linear(32, 48, bias=False)
     assert [name for name in named(untied, plan(untied)) if name in ("embedding", "head")] == ["embedding", "head"]
+
+
+def test_channels_last_is_told_where_it_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights became contiguous in silence; where inputs have the format, so have the outputs."""
+
+    def told(model: nn.Module) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="ds_hf"):
+            tell_lost_format(model)
+        return [record.getMessage().partition(" do not keep")[0] for record in caplog.records]
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3), nn.Linear(4, 4))
+    assert told(model) == []
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert told(model) == ["0.weight and 1 more"]
+    assert told(nn.Conv3d(3, 4, 3).to(memory_format=torch.channels_last_3d)) == ["weight"]  # type: ignore[call-overload]
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    contiguous = nn.functional.conv2d(images, model[0].weight.contiguous())
+    assert contiguous.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_parameters_and_buffers_that_change_with_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
