@@ -7,6 +7,7 @@ import copy
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.modules import compiling
 from ds_hf.engine.optim.lamb import FusedLamb
-from ds_hf.engine.parallel.tensor import hosts
+from ds_hf.engine.parallel.tensor import hosts, plan
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError, DsHfError
@@ -194,6 +195,47 @@ def test_lora_on_cut_layers(stage: int) -> None:
         if rank == 0:
             shapes = {name: tuple(p.shape) for name, p in with_lora().named_parameters() if p.requires_grad}
             assert saved == shapes
+
+
+# Adapters that look at all of an embedding or an output layer: the layer stays whole.
+OF_WHOLE_LAYERS: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj", "lm_head"]},
+    "DoRA of the output layer": {"target_modules": ["lm_head"], "use_dora": True},
+    "rows of the embedding": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5, 7, 20, 21]},
+}
+
+
+def with_whole_layers(kind: str) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=4, init_lora_weights=False, **OF_WHOLE_LAYERS[kind])
+    model: nn.Module = get_peft_model(build("llama"), adapter)  # type: ignore[arg-type]
+    return model
+
+
+def adapters_of_whole_layers(stage: int) -> dict[str, tuple[list[float], list[float], list[str]]]:
+    """By kind: losses of one process, of two, and what is said."""
+    found = {}
+    for kind in OF_WHOLE_LAYERS:
+        with mock.patch.object(plan, "warn_once") as said:
+            engine = engine_of("llama", 2, stage, with_whole_layers(kind))
+        losses = steps(engine, batches_of(3, 1, 1))
+        engine.destroy()
+        found[kind] = plain(with_whole_layers(kind)), losses, [call.args[0] for call in said.call_args_list]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_of_whole_layers(stage: int) -> None:
+    for found in run_distributed(adapters_of_whole_layers, 2, stage, timeout=90):
+        for expected, losses, _ in found.values():
+            assert losses == pytest.approx(expected, rel=1e-5)
+            assert losses[0] != losses[-1]
+        (embedding,), (head,), (rows,) = (said for *_, said in found.values())
+        assert "embed_tokens has an adapter (Embedding: lora_embedding_A, lora_embedding_B)" in embedding
+        assert "lm_head has an adapter (Linear: lora_magnitude_vector, default) that looks at all of it" in head
+        assert "some rows of base_model.model.model.embed_tokens are trained by themselves" in rows
 
 
 def lamb() -> tuple[list[float], dict[int, list[float]]]:

@@ -166,8 +166,8 @@ def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -
                 division.sums = list(own)
             if style.cuts:
                 uneven = [*_cut_layer(division, own, rule, size, faults)]
-                if uneven and style.stands_alone and rule.said != VOCAB_PARALLEL:
-                    _tell_of_uneven(uneven[0])
+                if uneven and _may_stay_whole(rule):
+                    _tell_of_whole(uneven[0].message, uneven[0].fix)
                     continue
                 faults += [*_unfit(name, module), *uneven]
             yield division
@@ -186,10 +186,15 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
         yield from ((f"{name}.{path}", part, rule) for path, part in parts.items() if isinstance(part, nn.Module))
         return
     base = getattr(module, "base_layer", None)
-    if not isinstance(base, nn.Module):
-        yield name, module, rule
-        return
     style = STYLES[rule.style]
+    if not isinstance(base, nn.Module):
+        if style.cuts and _may_stay_whole(rule) and hasattr(module, "token_adapter"):
+            _tell_of_whole(
+                f"some rows of {name} are trained by themselves (PEFT's trainable_token_indices)", "do without"
+            )
+        else:
+            yield name, module, rule
+        return
     if hasattr(module, "parameter_name") and (style.cuts or style.module is not None):
         faults.append(
             Fault(
@@ -200,7 +205,6 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
             )
         )
         return
-    yield f"{name}.base_layer", base, rule
     cuts = style.cuts
     beside = [
         child
@@ -212,15 +216,19 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
         key for key, on in (getattr(module, "use_dora", None) or {}).items() if on
     ]
     if cuts and (odd or cuts in ("rows", "columns")):
+        what = f"{name} has an adapter ({type(module).__name__}: {', '.join(odd) or 'of an embedding'})"
+        if _may_stay_whole(rule):
+            _tell_of_whole(f"{what} that looks at all of it", "do without this adapter")
+            return
         faults.append(
             Fault(
                 POINTER,
-                f"{name} has an adapter ({type(module).__name__}: {', '.join(odd) or 'of an embedding'}) that looks at "
-                "the whole layer, of which each process would have a part",
+                f"{what} that looks at the whole layer, of which each process would have a part",
                 "use LoRA without DoRA on linear layers, or leave this layer whole by a partition_config rule "
                 'of "partition_type": "skip"',
             )
         )
+    yield f"{name}.base_layer", base, rule
     for child in ("lora_B",) if cuts == "out" else ("lora_A",) if cuts == "in" else ():
         yield from ((f"{name}.{path}", part, rule) for path, part in _children(module, child).items())
 
@@ -266,12 +274,16 @@ def _cut_layer(
         division.parts[key] = (dim, sizes)
 
 
-def _tell_of_uneven(fault: Fault) -> None:
-    """A layer whose inputs and outputs are whole computes the same if it is whole, too: an output layer or an embedding
-    of 32,001 words."""
+def _may_stay_whole(rule: Rule) -> bool:
+    """A layer whose inputs and outputs are whole computes the same if it is whole, too: an output layer or an
+    embedding."""
+    return STYLES[rule.style].stands_alone and rule.said != VOCAB_PARALLEL
+
+
+def _tell_of_whole(why: str, fix: str) -> None:
     warn_once(
-        f"tensor parallelism: {fault.message}, so this layer stays whole on every process, which computes all of it; "
-        f"to divide it, {fault.fix}"
+        f"tensor parallelism: {why}, so this layer stays whole on every process, which computes all of it; to divide "
+        f"it, {fix}"
     )
 
 
