@@ -22,6 +22,7 @@ from ds_hf.doctor.known_bad import KnownMachine, problems, this_machine
 from ds_hf.doctor.releases import installed
 from ds_hf.launcher.handover import real_deepspeed
 from ds_hf.measure.links import MeasuredLinks, links_file, save_links
+from ds_hf.printable import counted
 
 __all__ = ["DoctorReport", "Fact", "Operator", "examine", "take_part"]
 
@@ -103,7 +104,8 @@ def _cpu() -> Fact:
     reason = cpu.available()
     if reason:
         return Fact("CPU", f"{cores} cores; no kernel library, torch computes", reason)
-    return Fact("CPU", f"{cores} cores; kernels for {cpu.instruction_set()}, {cpu.threads()} threads a process")
+    threads = counted(cpu.threads(), "thread", "threads")
+    return Fact("CPU", f"{counted(cores, 'core', 'cores')}; kernels for {cpu.instruction_set()}, {threads} a process")
 
 
 def _files() -> Fact:

@@ -34,6 +34,7 @@ from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.storage import DeviceShardStorage, FetchOrder, FileShardStorage, HostShardStorage, ShardStorage
 from ds_hf.host import rank_cores
 from ds_hf.log import log_once, logger, warn_once
+from ds_hf.printable import counted
 
 __all__ = ["Offload", "accumulation_dtype", "build_offload"]
 
@@ -167,7 +168,8 @@ def _host_store(
         auto = auto_share_of(settings, machine, inner, by_unit) if own.stream == "auto" else None
         store = HostStore(machine.device, kept, room, auto=auto)
     log_once(
-        f"offload: the CPU updates with {store.worker.threads} threads a process, of {len(rank_cores())} cores "
+        f"offload: the CPU updates with {counted(store.worker.threads, 'thread', 'threads')} a process, of "
+        f"{counted(len(rank_cores()), 'core', 'cores')} "
         f"(OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}; {THREADS_VARIABLE} sets another number)"
     )
     return store
