@@ -21,6 +21,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _BARE_KEY = re.compile(r"[^\s,:\[\]{}\"'#]+")
 _BARE_WORD = re.compile(r"(?:(?!\s(?://|#|/\*))[^\n\r,\[\]{}\"])+")
 _SPACE = re.compile(r"\s+")
+_PLAIN = re.compile(r"[^\"'\\\n]+")  # inside a string
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _WORDS: dict[str, Any] = {
     "true": True,
@@ -195,6 +196,11 @@ class _Parser:
         self.pos += 1
         pieces: list[str] = []
         while self.pos < len(self.text):
+            plain = _PLAIN.match(self.text, self.pos)
+            if plain:
+                pieces.append(plain.group())
+                self.pos = plain.end()
+                continue
             char = self.text[self.pos]
             if char == quote:
                 self.pos += 1
