@@ -235,6 +235,8 @@ def begin(accelerator: Any, given: Sequence[Any], prepared: Sequence[Any]) -> No
     for each in given:
         if _is_placeholder(each):
             _tell_of_placeholder(each, accelerator.deepspeed_config.get("optimizer", {}).get("params", {}))
+        elif type(each).__name__ == "DummyScheduler" and each.lr_scheduler_callable is None:
+            _tell_of_schedule(accelerator, each, accelerator.deepspeed_config.get("scheduler", {}).get("params", {}))
 
 
 def _is_placeholder(given: Any) -> bool:
@@ -268,6 +270,23 @@ def _tell_of_placeholder(dummy: Any, params: Mapping[str, Any]) -> None:
             f"DummyOptim was given {', '.join(f'{key}={value!r}' for key, value in other.items())}: the optimizer of "
             f"the configuration does not take that, its params are {dict(params)}. Write it there; lr and weight_decay "
             'may be "auto", to be taken from DummyOptim'
+        )
+
+
+def _tell_of_schedule(accelerator: Any, dummy: Any, params: Mapping[str, Any]) -> None:
+    """accelerate takes both numbers of steps where the file has "auto" for them."""
+    said = dict(dummy.kwargs)
+    if dummy.warmup_num_steps:  # 0 is what it has when nothing is given
+        said["warmup_num_steps"] = dummy.warmup_num_steps
+    if dummy.total_num_steps is not None:
+        share = 1 if accelerator.split_batches else accelerator.num_processes
+        said["total_num_steps"] = math.ceil(dummy.total_num_steps / share)
+    other = {key: value for key, value in said.items() if key in params and _plain(params, key) != _plain(said, key)}
+    if other:
+        warn_once(
+            f"DummyScheduler was given {', '.join(f'{key}={value!r}' for key, value in other.items())} (its "
+            "total_num_steps divided by the processes), and the scheduler of the configuration says otherwise, which "
+            f'counts: {dict(params)}. Numbers of steps may be "auto" there, to be taken from DummyScheduler'
         )
 
 

@@ -8,9 +8,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.utils import DummyOptim
+from accelerate.utils import DummyOptim, DummyScheduler
 from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
@@ -217,6 +218,23 @@ def test_what_a_placeholder_says_and_the_file_does_not_is_told() -> None:
     logging.getLogger("ds_hf").removeHandler(lines)
     (told,) = lines.texts
     assert "weight_decay=0.1, eps=1e-06" in told
+
+
+@pytest.mark.parametrize(("given", "told"), [(10, []), (24, ["warmup_num_steps=5", "total_num_steps=12"])])
+def test_a_schedule_that_the_file_contradicts_is_told(given: int, told: list[str]) -> None:
+    """The file's numbers counted without a word."""
+    forget_said()
+    params = {"warmup_num_steps": 2, "total_num_steps": 5}
+    accelerator = SimpleNamespace(
+        gradient_accumulation_steps=1, deepspeed_config={"scheduler": {"params": params}}, num_processes=2,
+        split_batches=False,
+    )  # fmt: skip
+    lines = Lines(logging.WARNING)
+    logging.getLogger("ds_hf").addHandler(lines)
+    begin(accelerator, [DummyScheduler(None, total_num_steps=given, warmup_num_steps=5 if told else 2)], [])
+    logging.getLogger("ds_hf").removeHandler(lines)
+    assert len(lines.texts) == bool(told)
+    assert all(each in lines.texts[0] for each in told)
 
 
 class Engine:
