@@ -96,7 +96,7 @@ class _First(Observer):
     """Of an engine: the first output and the first loss with a graph."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.model = engine, engine.module
+        self.events, self.model = engine.events, engine.module  # the model's hooks do not keep the engine
         section = engine.settings.tensor_parallel
         self.planned = section.partition_config is None and section.preset_model is None
         self.reads = PartReads(self.model)
@@ -112,7 +112,7 @@ class _First(Observer):
             self.reads.begin()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        first = next((tensor for tensor in tensors_in(output) if tensor.grad_fn is not None), None)
+        first = _with_graph(output)
         if first is not None and not self._output:
             self._output = True  # the loss or the logits; a cache of keys behind them is of the heads that are here
             _check(module, sides_of(first), planned=self.planned)
@@ -121,7 +121,7 @@ class _First(Observer):
     def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExitStack | None:
         if name not in ("backward", "own backward"):
             return None
-        loss = next(tensors_in((args, kwargs)), None)
+        loss = _with_graph((args, kwargs))
         if loss is not None and self._output:
             _check(self.model, sides_of(loss), planned=self.planned)
             _check_cut(self.model, _wholes(sides_of(loss, products=True)), of_loss=True)
@@ -131,17 +131,20 @@ class _First(Observer):
 
     def _over(self, kind: type[BaseException] | None, *_: Any) -> None:
         self.close()
-        if (
-            kind is None and self.reads.hidden
-        ):  # of a layer that gives wholes: what a block makes of others may be right
+        if kind is None and self.reads.hidden:
+            # of layers that give wholes: what a block makes of others may be right
             alone = {id(p) for m in self.model.modules() if isinstance(m, ALONE) for p in m._parameters.values()}
             _check_cut(self.model, self.reads.hidden & alone, of_loss=True)
 
     def close(self) -> None:
-        self.engine.events.remove(self)
+        self.events.remove(self)
         self.reads.end()
         while self._handles:
             self._handles.pop().remove()
+
+
+def _with_graph(value: Any) -> Tensor | None:
+    return next((tensor for tensor in tensors_in(value) if tensor.grad_fn is not None), None)
 
 
 def sides_of(output: Tensor, *, products: bool = False) -> Mapping[int, set[str]]:

@@ -74,6 +74,7 @@ def told(stage: int, inside: bool, plan: dict[str, str] | None = None) -> str:
         engine(torch.ones(2, 8))  # there is no graph yet
     try:
         engine(torch.ones(2, 8))
+        engine.backward(torch.zeros((), requires_grad=True))  # nor here
     except ConfigError as error:
         return str(error)
     finally:
