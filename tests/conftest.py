@@ -16,7 +16,6 @@ import pytest
 from tests.helpers.patience import PATIENCE
 from tests.helpers.rank_server import offer, take
 from tests.helpers.slices import Slice
-from tests.helpers.workers import fork_workers
 
 LONGEST_S = 3600.0  # of one test, below the time after which the process ends
 MANY_OBJECTS = 30_000
@@ -68,12 +67,6 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(Slice(chosen, config.getoption("minutes")))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Of pytest-xdist, before the workers start."""
-    fork_workers(config)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,9 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.collected import ARGUMENTS, MODULE
 from tests.helpers.distributed import NICE, DistributedFailure, run_distributed, run_torchrun
-from tests.helpers.interpreter import python
 
 
 def _sum_of_ranks(scale: float) -> tuple[int, float]:
@@ -133,23 +129,3 @@ def test_threads_that_wait_for_sockets_leave_the_cores_to_others() -> None:
     for first, *others in run_distributed(urgency, 2):
         assert others
         assert set(others) == {first + NICE}
-
-
-def test_workers_of_this_run_are_forked_from_the_server() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        pytest.skip("without workers")
-    here = psutil.Process()
-    assert "multiprocessing.forkserver" in " ".join(here.parent().cmdline())
-    assert multiprocessing.parent_process() is None  # as in an interpreter of its own
-    assert not multiprocessing.current_process().daemon
-    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
-
-
-def test_modules_that_cannot_be_imported_are_left_to_the_workers(tmp_path: Path) -> None:
-    (tmp_path / "test_whole.py").write_text("value = 3")
-    (tmp_path / "test_part.py").write_text("value = 3\nimport pytest\npytest.skip('why', allow_module_level=True)")
-    code = f"import sys, importlib, {MODULE} as each; importlib.reload(each); "
-    code += "print([name for name in ('test_whole', 'test_part') if name in sys.modules])"
-    arguments = json.dumps(["--import-mode=importlib", str(tmp_path)])
-    result = python("-c", code, env={**os.environ, ARGUMENTS: arguments})
-    assert result.stdout.strip() == "['test_whole']", result.stderr
