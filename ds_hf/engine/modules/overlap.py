@@ -58,8 +58,7 @@ PATCHES = {"post_grad_custom_post_pass": ExchangesOfBlocks()}  # of inductor's c
 
 
 def join_sums(graph: fx.Graph) -> None:
-    """Where sums over the same processes are added, and nothing else has them, let the processes sum what was added up,
-    in place."""
+    """Where two sums over the same processes are added and not used otherwise, add first and sum once, in place."""
     for node in list(graph.nodes):
         if node.target is not _aten.add.Tensor or node.kwargs or not all(map(_is_sum, node.args)):
             continue
@@ -83,7 +82,7 @@ def join_sums(graph: fx.Graph) -> None:
 
 
 def _is_sum(wait: Any) -> bool:
-    """Whether it waits for a sum over processes that nothing else waits for, and one alone has it."""
+    """Whether it waits for a sum over processes that has no other user, and is used once itself."""
     if not isinstance(wait, fx.Node) or not _is_wait(wait) or len(wait.users) > 1:
         return False
     start = wait.all_input_nodes[0]

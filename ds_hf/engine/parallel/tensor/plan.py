@@ -189,9 +189,8 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
     style = STYLES[rule.style]
     if not isinstance(base, nn.Module):
         if style.cuts and _may_stay_whole(rule) and hasattr(module, "token_adapter"):
-            _tell_of_whole(
-                f"some rows of {name} are trained by themselves (PEFT's trainable_token_indices)", "do without"
-            )
+            rows = f"some rows of {name} are trained by themselves (PEFT's trainable_token_indices)"
+            _tell_of_whole(rows, "train none of them so")
         else:
             yield name, module, rule
         return
