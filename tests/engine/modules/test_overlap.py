@@ -211,6 +211,15 @@ def test_sums_that_are_added_are_one() -> None:
     assert set(values.values()) == {(8, 8)}
 
 
+def test_lengths_may_be_symbols() -> None:
+    """Batches of several lengths: torch compiles blocks for all of them from the second on."""
+    module = make_fx(of_one_input, tracing_mode="symbolic")(*torch.randn(4, 8, 8))
+    assert any(isinstance(size, torch.SymInt) for node in module.graph.nodes for size in node.meta["val"].shape)
+    overlap.ExchangesOfBlocks()(module.graph)
+    module.graph.lint()
+    assert told(module.graph) == ["mm", "mm", "mm", "all_reduce", "wait_tensor"]
+
+
 def scattered(x: Tensor, group: str = "0") -> Tensor:
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 2, group))  # type: ignore[no-any-return]
 
