@@ -193,6 +193,15 @@ class DsHfCaptured(DsHf):
     own: ClassVar[dict[str, Any]] = {"capture": "blocks"}
 
 
+class DsHfPadded(DsHf):
+    """The same with sequences padded around them to eighths of the longest."""
+
+    def config(self) -> dict[str, Any]:
+        found = super().config()
+        found["ds_hf"] |= {"capture": "blocks", "capture_pad_to_multiple_of": self.args.seq // 8}
+        return found
+
+
 class DsHfFp8(DsHf):
     """The same with linear layers that multiply in fp8."""
 
@@ -299,6 +308,7 @@ ENGINES: dict[str, type[Contender]] = {
     "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
     "ds_hf-captured": DsHfCaptured,
+    "ds_hf-padded": DsHfPadded,
     "ds_hf-fp8": DsHfFp8,
     "ds_hf-fp8-rows": DsHfFp8Rows,
     "ds_hf-fp8-torchao": DsHfFp8Torchao,
@@ -354,7 +364,9 @@ def tokens(args: argparse.Namespace, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(SEED + step)
     # a narrow range, so that there is something to learn
     ids = torch.randint(0, min(vocabulary, 1000), shape, generator=generator)[:, dist.get_rank()]
-    return list(ids.to(args.device, non_blocking=True).unbind())
+    least = getattr(args, "shortest", None) or args.seq
+    lengths = torch.randint(least, args.seq + 1, (args.accumulation,), generator=generator).tolist()
+    return [each[:, :length] for each, length in zip(ids.to(args.device, non_blocking=True), lengths, strict=True)]
 
 
 def synchronize(args: argparse.Namespace) -> None:
@@ -479,7 +491,8 @@ def measure(
 
 def summarise(turns: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """A record of each engine that has had a turn."""
-    per_step = args.micro_batch * args.accumulation * dist.get_world_size() * args.seq
+    mean = (args.seq + (getattr(args, "shortest", None) or args.seq)) / 2
+    per_step = args.micro_batch * args.accumulation * dist.get_world_size() * mean
     records = []
     for name, each in turns.items():
         done = [found for found in each if "error" not in found]
@@ -524,6 +537,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--shortest", type=int, help="lengths of batches are drawn from this one to --seq")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--clip", type=float, default=CLIP)
     parser.add_argument("--checkpointing", action="store_true")

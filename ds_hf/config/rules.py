@@ -51,6 +51,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
+    _padding(config, draft)
     _tiles(config, draft)
     _fp8(config, draft)
     _qat(config, draft)
@@ -254,6 +255,13 @@ def _activation_budget(config: Config, draft: Draft) -> None:
     elif config.activation_checkpointing.cpu_checkpointing or own.offload_activations:
         message = "no effect: checkpointed blocks, whose inputs go to host memory, keep nothing else to choose from"
         draft.warn(pointer, message, "remove it, or do without gradient checkpointing and this offload")
+
+
+def _padding(config: Config, draft: Draft) -> None:
+    own = config.ds_hf
+    if own.capture_pad_to_multiple_of is not None and not own.capture:
+        message = "no effect: sequences are padded around captured blocks, and none is captured"
+        draft.warn("/ds_hf/capture_pad_to_multiple_of", message, 'add "capture": "blocks" to ds_hf, or remove it')
 
 
 def _tiles(config: Config, draft: Draft) -> None:

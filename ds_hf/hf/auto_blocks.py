@@ -3,7 +3,8 @@
 Liger's kernels are taken where they are installed, but where blocks are captured, whose gain is larger. Capturing and
 compiling take their time at the start and save some of each step. What a run computes and the rate of its GPU tell by
 and large how long it is, and whether the host keeps the GPU busy: a block that computes for less time than the host
-needs for its launches is captured, where all batches have one shape; others are compiled in a run that is long enough.
+needs for its launches is captured, where all batches have one shape, or sequences may be padded to a few and the run is
+not over before that has been recorded; others are compiled in a run that is long enough.
 Both are asked of models without experts of which transformers says that they compile in one piece.
 """
 
@@ -30,6 +31,8 @@ NO_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 REACHED = 0.35  # of the data sheet's rate by 1.35 B in eager blocks on an H100 (docs/measurements.md)
 LAUNCHES = 2e-3  # seconds; the host takes 2 to 5 ms for forward and backward of a block of transformers
+SHAPES = 8  # to which sequences of many lengths are padded
+RECORDED = 60  # seconds of launches to be saved: recording eight shapes of a block's graphs takes 2 to 4 s each
 LONG = 20 * 60  # seconds of a run: compiled blocks save some 30 % of it, and take one or two minutes once
 
 
@@ -50,7 +53,10 @@ def settle_computation(trainer: Any, steps: int) -> None:
     if found is None or (captured and not kept):
         return
     way, why = found
-    trainer.args.deepspeed_plugin.hf_ds_config.config.setdefault("ds_hf", {})[way] = "blocks"
+    own = trainer.args.deepspeed_plugin.hf_ds_config.config.setdefault("ds_hf", {})
+    own[way] = "blocks"
+    if way == "capture" and lengths is not None and lengths.least < lengths.most:
+        own.setdefault("capture_pad_to_multiple_of", 8 * -(-lengths.most // (8 * SHAPES)))
     say(f"{why} (--torch_compile false or TORCH_COMPILE_DISABLE=1 keeps them as they are)")
 
 
@@ -69,9 +75,16 @@ def _way(trainer: Any, steps: int, lengths: Lengths | None) -> tuple[str, str] |
     each = ModelFlops.of(model).of_step(micro * lengths.mean, micro) / (REACHED * matrix_rate(arguments.device, dtype))
     shared = shared_by(arguments)
     together = shared.layers * shared.sequences  # blocks of several processes are not captured
-    same = lengths.least == lengths.most and not arguments.gradient_checkpointing and together == 1
+    keeps = not arguments.gradient_checkpointing and together == 1
+    same = keeps and lengths.least == lengths.most
     each = over_ranks(round(1e9 * each / together), process_group.ReduceOp.MAX) / 1e9  # of a rate that was measured
-    return blocks_pay(each, times, _layers(model), same=bool(over_ranks(same, process_group.ReduceOp.MIN)))
+    return blocks_pay(
+        each,
+        times,
+        _layers(model),
+        same=bool(over_ranks(same, process_group.ReduceOp.MIN)),
+        pads=bool(over_ranks(keeps and _looks_back(model), process_group.ReduceOp.MIN)),
+    )
 
 
 def _take_kernels(trainer: Any) -> bool:
@@ -96,7 +109,7 @@ def _take_kernels(trainer: Any) -> bool:
     return taken
 
 
-def blocks_pay(seconds: float, times: int, layers: int, *, same: bool) -> tuple[str, str] | None:
+def blocks_pay(seconds: float, times: int, layers: int, *, same: bool, pads: bool) -> tuple[str, str] | None:
     """The key of ``ds_hf`` that makes blocks faster, and why; ``None`` where none is worth its start.
 
     Args:
@@ -104,9 +117,11 @@ def blocks_pay(seconds: float, times: int, layers: int, *, same: bool) -> tuple[
         times: how many micro-batches there are in the run.
         layers: how many blocks.
         same: all micro-batches have one shape, and blocks keep what their backward needs.
+        pads: they do that, and their sequences may be padded.
     """
     block = seconds / max(layers, 1)
-    if same and block < LAUNCHES:
+    saved = (LAUNCHES - block) * layers * times
+    if saved > 0 and (same or (pads and saved > RECORDED)):
         return (
             "capture",
             f"blocks are captured in CUDA graphs: the GPU computes one in {1e3 * block:.2g} ms, and is not kept busy",
@@ -129,6 +144,12 @@ def _may(trainer: Any) -> bool:
         return False
     experts = any(name.endswith("experts") for name, _ in model.named_modules())  # what they compute depends on tokens
     return getattr(model, "_can_compile_fullgraph", False) is True and not experts and _has_compiler()
+
+
+def _looks_back(model: Any) -> bool:
+    """Whether positions see earlier ones alone, by what all attention of ``model`` says of itself."""
+    said = [bool(part.is_causal) for part in model.modules() if hasattr(part, "is_causal")]
+    return bool(said) and all(said)
 
 
 def _has_compiler() -> bool:

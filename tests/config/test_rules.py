@@ -276,6 +276,17 @@ def test_a_budget_beside_activations_in_host_memory(beside: bool) -> None:
     assert ["checkpointed blocks" in fault.message for fault in config.warnings] == [True] * beside
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_padding_is_for_captured_blocks(captured: bool) -> None:
+    own = {"capture_pad_to_multiple_of": 128, **({"capture": "blocks"} if captured else {})}
+    config = load_config({"train_batch_size": 1, "ds_hf": own}, world_size=1)
+    assert config.ds_hf.capture_pad_to_multiple_of == 128
+    told = [("/ds_hf/capture_pad_to_multiple_of", 'add "capture": "blocks" to ds_hf, or remove it')]
+    assert [(fault.pointer, fault.fix) for fault in config.warnings] == ([] if captured else told)
+    with pytest.raises(ConfigError, match="capture_pad_to_multiple_of"):
+        load_config({"train_batch_size": 1, "ds_hf": {**own, "capture_pad_to_multiple_of": 0}}, world_size=1)
+
+
 def test_a_pattern_that_only_scripts_read_is_told() -> None:
     tree: dict[str, Any] = {"train_batch_size": 1, "sparse_attention": {"mode": "bigbird", "num_random_blocks": 2}}
     assert [(fault.pointer, fault.fix) for fault in load_config(tree).warnings] == [

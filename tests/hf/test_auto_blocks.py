@@ -12,26 +12,28 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from ds_hf.hf import auto_blocks
 from ds_hf.hf.auto_activations import Lengths
-from ds_hf.hf.auto_blocks import LAUNCHES, LONG, blocks_pay, settle_computation
+from ds_hf.hf.auto_blocks import LAUNCHES, LONG, RECORDED, blocks_pay, settle_computation
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 EQUAL, UNEQUAL = Lengths(64, 64, 64), Lengths(8, 32, 64)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "times", "same", "way"),
+    ("seconds", "times", "same", "pads", "way"),
     [
-        (10 * LAUNCHES * 0.9, 1, True, "capture"),
-        (10 * LAUNCHES * 0.9, 1, False, None),
-        (10 * LAUNCHES * 1.1, 1, True, None),
-        (0.25, int(LONG * 4) + 1, True, "compile"),
-        (0.25, int(LONG * 4) + 1, False, "compile"),
-        (0.25, int(LONG * 4) - 1, False, None),
-        (10 * LAUNCHES * 0.9, int(LONG * 200), False, "compile"),
+        (10 * LAUNCHES * 0.9, 1, True, True, "capture"),
+        (10 * LAUNCHES * 0.9, 1, False, False, None),
+        (10 * LAUNCHES * 1.1, 1, True, True, None),
+        (10 * LAUNCHES * 0.9, int(RECORDED / LAUNCHES) - 1, False, True, None),  # a tenth of ten blocks' launches
+        (10 * LAUNCHES * 0.9, int(RECORDED / LAUNCHES) + 1, False, True, "capture"),
+        (0.25, int(LONG * 4) + 1, True, True, "compile"),
+        (0.25, int(LONG * 4) + 1, False, True, "compile"),
+        (0.25, int(LONG * 4) - 1, False, True, None),
+        (10 * LAUNCHES * 0.9, int(LONG * 200), False, False, "compile"),
     ],
 )
-def test_what_pays(seconds: float, times: int, same: bool, way: str | None) -> None:
-    found = blocks_pay(seconds, times, 10, same=same)
+def test_what_pays(seconds: float, times: int, same: bool, pads: bool, way: str | None) -> None:
+    found = blocks_pay(seconds, times, 10, same=same, pads=pads)
     assert (found and found[0]) == way
 
 
@@ -103,6 +105,20 @@ def test_small_blocks_of_one_shape_are_captured(said: list[str], monkeypatch: py
     assert trainer.config == {"ds_hf": {"capture": "blocks"}}
 
 
+@pytest.mark.parametrize("model", ["Llama", "a part that sees later positions", "checkpointing"])
+def test_small_blocks_of_many_lengths_are_captured_with_padding(
+    model: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_blocks, "matrix_rate", lambda device, dtype: 1e12)
+    llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    if model.startswith("a part"):
+        llama.model.layers[0].self_attn.is_causal = False
+    trainer = Trainer(llama, Lengths(8, 300, 515), gradient_checkpointing=model == "checkpointing")
+    settle_computation(trainer, 20_000)
+    padded = {"capture": "blocks", "capture_pad_to_multiple_of": 72}  # 515 / 8, in eights
+    assert trainer.config.get("ds_hf", {}) == (padded if model == "Llama" else {})
+
+
 @pytest.mark.parametrize(
     "kept",
     ["no compiler", "no GPU", "named", "off", "compiled", "liger", "experts", "unknown", "no lengths", "no steps"],
@@ -134,7 +150,7 @@ def test_what_keeps_blocks_as_they_are(kept: str, said: list[str], monkeypatch: 
         ("small blocks of one shape", False, {"ds_hf": {"capture": "blocks"}}),
         ("a long run", True, {}),
         ("no room for activations", True, {}),
-        ("another length", True, {}),
+        ("other lengths, and few steps", True, {}),
         ("named", False, {}),
         ("not installed", False, {}),
         ("unknown to Liger", False, {"ds_hf": {"compile": "blocks"}}),
@@ -157,14 +173,14 @@ def test_kernels_of_liger_are_taken_where_blocks_are_not_captured(
         monkeypatch.setattr(auto_blocks, "matrix_rate", lambda device, dtype: 1e12)
     if case == "named":
         monkeypatch.setattr(sys, "argv", ["train.py", "--use_liger_kernel", "False"])
-    lengths = UNEQUAL if case in ("another length", "named", "not installed") else EQUAL
+    lengths = UNEQUAL if case in ("other lengths, and few steps", "named", "not installed") else EQUAL
     trainer = Trainer(
         LlamaForCausalLM(LlamaConfig(**SIZES)),
         lengths,
         case != "no room for activations",
         liger_kernel_config={"rope": False},
     )
-    settle_computation(trainer, 100_000)
+    settle_computation(trainer, 100 if lengths is UNEQUAL else 100_000)
     assert trainer.config == way
     assert any("Liger's kernels are taken" in line for line in said) == taken
     asked = taken or case == "unknown to Liger"

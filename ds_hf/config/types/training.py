@@ -208,6 +208,7 @@ class DsHfSection:
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
     capture: Literal["blocks"] | Literal[False] = False
+    capture_pad_to_multiple_of: int | None = None
     fp8: DsHfFp8Section | None = None
     qat: DsHfQatSection | None = None
     activation_memory_budget: float | None = None

@@ -161,7 +161,7 @@ class ModuleCompiler:
             return forward
         plain = {key: value for key, value in options.items() if key not in ("mode", "options")}
         again = own if module in self._eager else torch.compile(own, *args, **plain)
-        return self.captures.around(module, forward, again)
+        return self.captures.around(module, forward, again, own)
 
     def report(self) -> CompileReport:
         """Graphs and graph breaks since the first module was compiled."""
@@ -238,6 +238,10 @@ def attach(engine: Any) -> None:
     if why is not None and engine.mesh.world.rank == 0:
         logger.warning('blocks are not captured ("ds_hf": {"capture": "blocks"}): %s', why)
     compiler.captures.asked = bool(own.capture) and why is None
+    if compiler.captures.asked and own.capture_pad_to_multiple_of is not None:
+        from ds_hf.engine.modules.padding import Padding
+
+        compiler.captures.padding = Padding(own.capture_pad_to_multiple_of)
     if own.compile or compiler.captures.asked:
         engine.compile(backend="inductor" if own.compile else EAGER)
 

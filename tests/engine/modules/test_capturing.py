@@ -44,7 +44,7 @@ class Captured:
             self.replays += 1
             return own(*args, **kwargs)
 
-        self.forward: Callable[..., Any] = self.captures.around(self.block, replay, own)
+        self.forward: Callable[..., Any] = self.captures.around(self.block, replay, own, own)
 
     def __call__(self, rows: int = 2) -> Tensor:
         return self.forward(torch.ones(rows, 6)).sum()  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ def test_engines_share_rounds(rounds: list[None]) -> None:
 
 def test_what_leaves_a_block_is_a_copy(rounds: list[None]) -> None:
     one, memory = Captured(), torch.zeros(2, 6, requires_grad=True)
-    forward = one.captures.around(one.block, lambda x: (memory, None, "text"), one.block.forward)
+    forward = one.captures.around(one.block, lambda x: (memory, None, "text"), *2 * (one.block.forward,))
     found = forward(torch.ones(2, 6))
     assert found[1:] == (None, "text")
     assert found[0].data_ptr() != memory.data_ptr()
