@@ -16,7 +16,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.buffer import buffers_of, home_of, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of
 
-__all__ = ["Divided", "GatherReplacedLayerParams", "divided_over", "mark_divided"]
+__all__ = ["Divided", "GatherReplacedLayerParams", "divided_over", "mark_divided", "was_gathered"]
 
 
 class Divided:
@@ -25,11 +25,13 @@ class Divided:
     Attributes:
         axis: the processes; cuts: of each of them.
         local: what was here before the parameter was gathered.
+        shown: it was gathered where graphs are made, so what is in them may be of all of it.
     """
 
     def __init__(self, axis: Axis, cuts: Sequence[Cut]) -> None:
         self.axis, self.cuts = axis, tuple(cuts)
         self.local: Tensor | None = None
+        self.shown = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Divided:
         return Divided(self.axis, self.cuts)
@@ -93,7 +95,13 @@ def _gather(params_list: Sequence[Tensor | None]) -> None:
     """``param.gather_params([param])``: whole values, until ``_tp_partition``. Collective."""
     for param in map(_itself, params_list):
         if param is not None and (divided := getattr(param, "_ds_divided", None)) is not None:
+            divided.shown |= torch.is_grad_enabled()
             divided.gather(param)
+
+
+def was_gathered(param: Tensor) -> bool:
+    """Whether graphs may have all of ``param``."""
+    return getattr(getattr(param, "_ds_divided", None), "shown", False)
 
 
 def _partition(params_list: Sequence[Tensor | None]) -> None:

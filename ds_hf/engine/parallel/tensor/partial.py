@@ -26,6 +26,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ds_hf.engine.events import Observer, Phase
 from ds_hf.engine.parallel.tensor.functions import SIDES
+from ds_hf.engine.parallel.tensor.gathered import was_gathered
 from ds_hf.engine.parallel.tensor.heads import layer_of
 from ds_hf.engine.parallel.tensor.reads import PartRead, PartReads
 from ds_hf.engine.parallel.tensor.styles import ALONE, Style, place_of
@@ -116,7 +117,8 @@ class _First(Observer):
         if first is not None and not self._output:
             self._output = True  # the loss or the logits; a cache of keys behind them is of the heads that are here
             _check(module, sides_of(first), planned=self.planned)
-            _check_cut(module, _wholes(sides_of(first)), of_loss=first.dim() == 0)
+            of_loss = first.dim() == 0
+            _check_cut(module, _wholes(sides_of(first, taken=of_loss)), of_loss=of_loss)
 
     def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExitStack | None:
         if name not in ("backward", "own backward"):
@@ -124,7 +126,7 @@ class _First(Observer):
         loss = _with_graph((args, kwargs))
         if loss is not None and self._output:
             _check(self.model, sides_of(loss), planned=self.planned)
-            _check_cut(self.model, _wholes(sides_of(loss, products=True)), of_loss=True)
+            _check_cut(self.model, _wholes(sides_of(loss, taken=True)), of_loss=True)
         after = ExitStack()
         after.push(self._over)
         return after
@@ -147,18 +149,18 @@ def _with_graph(value: Any) -> Tensor | None:
     return next((tensor for tensor in tensors_in(value) if tensor.grad_fn is not None), None)
 
 
-def sides_of(output: Tensor, *, products: bool = False) -> Mapping[int, set[str]]:
+def sides_of(output: Tensor, *, taken: bool = False) -> Mapping[int, set[str]]:
     """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both.
 
     Args:
-        products: only where something is multiplied by it, or looked up in it: a penalty on a part has the gradient
-            that one on the whole has.
+        taken: only where all of it is needed at once: something is multiplied by it, or looked up in it, or its norm or
+            mean is taken. A penalty that is a sum over elements has on a part the gradient that one on the whole has.
     """
     found: dict[int, set[str]] = defaultdict(set)
-    nodes: list[tuple[Any, str, bool]] = [(output.grad_fn, "whole", not products)]
+    nodes: list[tuple[Any, str, bool, bool]] = [(output.grad_fn, "whole", not taken, False)]
     seen = set(nodes)
     while nodes:
-        node, side, counts = nodes.pop()
+        node, side, counts, curved = nodes.pop()
         if (key := _param_of(node)) is not None:
             if counts:
                 found[key].add(side)
@@ -168,19 +170,21 @@ def sides_of(output: Tensor, *, products: bool = False) -> Mapping[int, set[str]
             side = SIDES.get(getattr(type(node), "_forward_cls", object), _UNKNOWN)
         elif "CppNode" in name:  # functions in C++, collectives of torch among them
             side = _UNKNOWN
-        if products and not _SAME_VALUES.match(name):
-            counts = _PRODUCT.search(name) is not None
+        if taken and (name.startswith("SumBackward") or getattr(node, "_saved_reduction", None) == 2):
+            counts = curved  # the sum of a part goes into sums, but not into a root
+        elif taken:
+            counts = counts or _OF_ALL.search(name) is not None
+            curved = curved or _CURVED.search(name) is not None
         for following, _ in node.next_functions:
-            if following is not None and (following, side, counts) not in seen:
-                seen.add((following, side, counts))
-                nodes.append((following, side, counts))
+            if following is not None and (following, side, counts, curved) not in seen:
+                seen.add((following, side, counts, curved))
+                nodes.append((following, side, counts, curved))
     return found
 
 
-_PRODUCT = re.compile("mm|Mm|mv|Mv|Dot|Linear|Embedding|Index|Gather|Convolution|Bilinear")
-_SAME_VALUES = re.compile(
-    r"(T|Transpose|Permute|View|UnsafeView|Unsqueeze|Squeeze|Expand|Slice|ToCopy|Clone|Alias)\w*Backward"
-)
+_NORMS = "Norm|Var|Std|Loss|KlDiv|Softmax|Logsumexp|(Max|Min|Amax|Amin|Prod)Backward|Linalg"
+_OF_ALL = re.compile(f"mm|Mm|mv|Mv|Dot|Linear|Embedding|Index|Gather|Convolution|Bilinear|Mean|{_NORMS}")
+_CURVED = re.compile(f"Sqrt|Pow|Log|Exp|{_NORMS}")
 
 
 def _param_of(node: Any) -> int | None:
@@ -251,7 +255,7 @@ def _check_cut(model: nn.Module, wholes: Set[int], *, of_loss: bool) -> None:
         for path, module in model.named_modules()
         if place_of(module) is not None
         for name, param in module.named_parameters(path, recurse=False)
-        if is_cut(param) and id(param) in wholes
+        if is_cut(param) and id(param) in wholes and not was_gathered(param)
     ]
     if not parts:
         return
@@ -263,7 +267,8 @@ def _check_cut(model: nn.Module, wholes: Set[int], *, of_loss: bool) -> None:
     )
     fix = (
         f'call {layer}, with "gather_output": true in its rule where it has one, or leave it whole ("partition_type": '
-        '"skip", or no entry in the model\'s _tp_plan, and no "vocab_parallel_lm_head")'
+        '"skip", or no entry in the model\'s _tp_plan, and no "vocab_parallel_lm_head"); '
+        "a penalty on weights has to be a sum over their elements, (p ** 2).sum(), not a norm or a mean"
     )
     if of_loss:
         raise ConfigError([Fault("/tensor_parallel", what, fix)], "tensor parallelism")

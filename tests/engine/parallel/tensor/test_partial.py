@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, mse_loss
 from torch.nn.functional import embedding as embedding_of
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -164,7 +165,8 @@ class Read(LlamaForCausalLM):  # type: ignore[misc]
             return hidden  # type: ignore[no-any-return]
         other = self.how in ("multiplied", "checkpointed", "reentrant")
         logits = self.multiply(hidden) if other else head(hidden)
-        return cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        loss = cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        return loss + head.weight.pow(2).sum() if self.how == "penalty inside" else loss
 
     def multiply(self, hidden: Tensor) -> Tensor:
         def product(hidden: Tensor) -> Tensor:
@@ -187,12 +189,23 @@ def read_of(how: str, *, frozen: bool, adapters: bool) -> Read:
     return model
 
 
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "penalty": lambda w: w.pow(2).sum() + mse_loss(w, torch.ones_like(w), reduction="sum"),
+    "norm": lambda w: w.norm(),
+    "mean": lambda w: w.pow(2).mean(),
+    "root": lambda w: torch.stack([w.pow(2).sum()]).sum().sqrt(),
+}
+
+
 def loss_of_read(called: Any, model: Any, ids: Tensor) -> Tensor:
     loss: Tensor = called(input_ids=ids)
     if model.how == "by the script":
         loss = cross_entropy(model.multiply(loss).flatten(0, 1), ids.flatten())
-    elif model.how == "penalty":
-        loss = loss + model.lm_head.weight.pow(2).sum()
+    elif model.how in PENALTIES:
+        loss = loss + PENALTIES[model.how](model.lm_head.weight)
+    elif model.how == "norm of all":
+        with GatherReplacedLayerParams([model.lm_head.weight]):
+            loss = loss + model.lm_head.weight.norm()
     elif model.how == "gathered":
         with GatherReplacedLayerParams([model.lm_head.weight]):
             loss = loss + torch.stack([model.lm_head.weight @ torch.ones(32).double()]).sum()
@@ -204,8 +217,12 @@ READS: tuple[tuple[str, tuple[bool, bool], int], ...] = (
     *(("multiplied", FROZEN, 0), ("multiplied", ADAPTED, 3), ("checkpointed", ADAPTED, 1), ("reentrant", ADAPTED, 0)),
     *(("reentrant", TRAINED, 3), ("by the script", ADAPTED, 1), ("by the script", TRAINED, 1)),
     *(("looked up", FROZEN, 0), ("looked up", ADAPTED, 3)),
+    *(("norm", TRAINED, 0), ("mean", TRAINED, 0), ("root", TRAINED, 1)),
 )
-RIGHT = (("right", ADAPTED, 3), ("right", FROZEN, 0), ("penalty", TRAINED, 1), ("gathered", ADAPTED, 1))
+RIGHT: tuple[tuple[str, tuple[bool, bool], int], ...] = (
+    *(("right", ADAPTED, 3), ("right", FROZEN, 0), ("gathered", ADAPTED, 1)),
+    *(("penalty", TRAINED, 1), ("penalty inside", TRAINED, 0), ("norm of all", TRAINED, 1)),
+)
 IDS = torch.arange(20).view(2, 10) % 13  # the first process has all of these words
 
 
