@@ -32,7 +32,7 @@ NO_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 REACHED = 0.35  # of the data sheet's rate by 1.35 B in eager blocks on an H100 (docs/measurements.md)
 LAUNCHES = 2e-3  # seconds; the host takes 2 to 5 ms for forward and backward of a block of transformers
 SHAPES = 8  # to which sequences of many lengths are padded
-RECORDED = 60  # seconds of launches to be saved: recording eight shapes of a block's graphs takes 2 to 4 s each
+RECORDED = 3 * 60  # seconds of launches to be saved: tracing and recording eight shapes takes 25 s, with adapters 70
 LONG = 20 * 60  # seconds of a run: compiled blocks save some 30 % of it, and take one or two minutes once
 
 
@@ -56,7 +56,8 @@ def settle_computation(trainer: Any, steps: int) -> None:
     own = trainer.args.deepspeed_plugin.hf_ds_config.config.setdefault("ds_hf", {})
     own[way] = "blocks"
     if way == "capture" and lengths is not None and lengths.least < lengths.most:
-        own.setdefault("capture_pad_to_multiple_of", 8 * -(-lengths.most // (8 * SHAPES)))
+        multiple = own.setdefault("capture_pad_to_multiple_of", 8 * -(-lengths.most // (8 * SHAPES)))
+        why += f"; around each, sequences are padded to multiples of {multiple}"
     say(f"{why} (--torch_compile false or TORCH_COMPILE_DISABLE=1 keeps them as they are)")
 
 
