@@ -28,7 +28,7 @@ from ds_hf.engine.events import Observer, Phase
 from ds_hf.engine.parallel.tensor.functions import SIDES
 from ds_hf.engine.parallel.tensor.gathered import was_gathered
 from ds_hf.engine.parallel.tensor.heads import layer_of
-from ds_hf.engine.parallel.tensor.reads import PartRead, PartReads
+from ds_hf.engine.parallel.tensor.reads import KNOWING, PartRead, PartReads
 from ds_hf.engine.parallel.tensor.styles import ALONE, Style, place_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import is_cut
@@ -40,7 +40,7 @@ from ds_hf.log import warn_once
 
 __all__ = ["attach", "sides_of", "unplanned"]
 
-_UNKNOWN = "unknown"
+_UNKNOWN, _GIVEN = "unknown", "given"
 
 
 class _Division(Protocol):
@@ -150,7 +150,8 @@ def _with_graph(value: Any) -> Tensor | None:
 
 
 def sides_of(output: Tensor, *, taken: bool = False) -> Mapping[int, set[str]]:
-    """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both.
+    """By the id of each parameter behind ``output``: "whole" or "part", as its gradient comes, or both; "given" where
+    a function of other libraries, such as a fused loss, takes it for a whole.
 
     Args:
         taken: only where all of it is needed at once: something is multiplied by it, or looked up in it, or its norm or
@@ -167,9 +168,12 @@ def sides_of(output: Tensor, *, taken: bool = False) -> Mapping[int, set[str]]:
             continue
         name = node.name()
         if isinstance(node, BackwardCFunction):
-            side = SIDES.get(getattr(type(node), "_forward_cls", object), _UNKNOWN)
-        elif "CppNode" in name:  # functions in C++, collectives of torch among them
-            side = _UNKNOWN
+            given = getattr(type(node), "_forward_cls", object)
+            foreign = side == "whole" and given.__module__.partition(".")[0] not in {"torch", *KNOWING}
+            side = SIDES.get(given, _GIVEN if foreign else _UNKNOWN)
+            counts |= foreign
+        elif "CppNode" in name or (side == _GIVEN and not _SAME_VALUES.match(name)):
+            side = _UNKNOWN  # functions in C++, collectives of torch among them
         if taken and (name.startswith("SumBackward") or getattr(node, "_saved_reduction", None) == 2):
             counts = curved  # the sum of a part goes into sums, but not into a root
         elif taken:
@@ -182,6 +186,9 @@ def sides_of(output: Tensor, *, taken: bool = False) -> Mapping[int, set[str]]:
     return found
 
 
+_SAME_VALUES = re.compile(
+    r"(T|Transpose|Permute|View|UnsafeView|Unsqueeze|Squeeze|Expand|Slice|ToCopy|Clone|Alias)\w*Backward"
+)
 _NORMS = "Norm|Var|Std|Loss|KlDiv|Softmax|Logsumexp|(Max|Min|Amax|Amin|Prod)Backward|Linalg"
 _OF_ALL = re.compile(f"mm|Mm|mv|Mv|Dot|Linear|Embedding|Index|Gather|Convolution|Bilinear|Mean|{_NORMS}")
 _CURVED = re.compile(f"Sqrt|Pow|Log|Exp|{_NORMS}")
@@ -237,7 +244,7 @@ def _check(model: nn.Module, sides: Mapping[int, set[str]], *, planned: bool) ->
 
 
 def _wholes(sides: Mapping[int, set[str]]) -> set[int]:
-    return {param for param, found in sides.items() if "whole" in found}
+    return {param for param, found in sides.items() if found & {"whole", _GIVEN}}
 
 
 def _check_cut(model: nn.Module, wholes: Set[int], *, of_loss: bool) -> None:
@@ -267,7 +274,7 @@ def _check_cut(model: nn.Module, wholes: Set[int], *, of_loss: bool) -> None:
     )
     fix = (
         f'call {layer}, with "gather_output": true in its rule where it has one, or leave it whole ("partition_type": '
-        '"skip", or no entry in the model\'s _tp_plan, and no "vocab_parallel_lm_head"); '
+        '"skip", or "replicate" in the model\'s _tp_plan, and no "vocab_parallel_lm_head"); '
         "a penalty on weights has to be a sum over their elements, (p ** 2).sum(), not a norm or a mean"
     )
     if of_loss:

@@ -23,9 +23,9 @@ from ds_hf.engine.zero.dtensor import reader_of
 from ds_hf.engine.zero.external import read_by
 from ds_hf.engine.zero.unit import in_backward
 
-__all__ = ["PartRead", "PartReads"]
+__all__ = ["KNOWING", "PartRead", "PartReads"]
 
-_KNOWING = {"ds_hf", "deepspeed"}  # packages that know what a part is
+KNOWING = {"ds_hf", "deepspeed"}  # packages that know what a part is
 
 
 class PartRead(torch.autograd.Function):
@@ -103,7 +103,7 @@ def _is_known_to(modules: set[int]) -> bool:
     frame: Any = sys._getframe(3)  # behind _read, which a dictionary calls
     if frame.f_globals.get("__name__") == nn.Module.__module__:
         frame = frame.f_back
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in _KNOWING:
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in KNOWING:
         return True
     while frame is not None:
         if id(frame.f_locals.get("self")) in modules:
@@ -113,8 +113,10 @@ def _is_known_to(modules: set[int]) -> bool:
 
 
 def _eager(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and what is in it, without what is compiled or has another forward than its class."""
-    if module._compiled_call_impl is None and "forward" not in vars(module):
+    """``module`` and what is in it, without what is compiled or otherwise computed by ds_hf."""
+    own = vars(module).get("forward")  # of others: TRL has the model's forward call its own function
+    compiled = type(own).__module__.partition(".")[0] in KNOWING or hasattr(own, "_torchdynamo_orig_callable")
+    if module._compiled_call_impl is None and not compiled:
         yield module
         for child in module.children():
             yield from _eager(child)

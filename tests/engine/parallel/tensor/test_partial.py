@@ -152,6 +152,23 @@ def test_parts_of_cut_layers_that_are_taken_for_all_are_refused() -> None:
         assert logits == "(2, 8)"  # which is told, and not refused
 
 
+BY_OTHERS = ("by the script", "by a function", "by a redirected forward")
+
+
+class Product(torch.autograd.Function):
+    """As fused losses of other libraries have it inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
 class Read(LlamaForCausalLM):  # type: ignore[misc]
     """A weight of a cut layer that is read by name, in ways of ``how``."""
 
@@ -161,7 +178,7 @@ class Read(LlamaForCausalLM):  # type: ignore[misc]
         embedding, head = self.model.embed_tokens, self.lm_head
         embeds = embedding_of(input_ids, embedding.weight) if self.how == "looked up" else embedding(input_ids)
         hidden = self.model(inputs_embeds=embeds.to(head.weight.dtype))[0]
-        if self.how == "by the script":
+        if self.how in BY_OTHERS:
             return hidden  # type: ignore[no-any-return]
         other = self.how in ("multiplied", "checkpointed", "reentrant")
         logits = self.multiply(hidden) if other else head(hidden)
@@ -172,7 +189,9 @@ class Read(LlamaForCausalLM):  # type: ignore[misc]
         def product(hidden: Tensor) -> Tensor:
             return hidden @ self.lm_head.weight.T
 
-        if self.how in ("multiplied", "by the script"):
+        if self.how == "by a function":
+            return Product.apply(hidden, self.lm_head.weight.to(hidden.dtype).t().t())  # type: ignore[no-any-return,no-untyped-call]
+        if self.how in ("multiplied", *BY_OTHERS):
             return product(hidden)
         return checkpoint(product, hidden, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
 
@@ -197,9 +216,23 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def redirected(called: Any, model: Any, ids: Tensor) -> Tensor:
+    """As TRL's ``DistillationTrainer`` calls the model, so that its own function runs inside."""
+    forward = model.forward
+
+    def instead(**kwargs: Any) -> Tensor:
+        model.forward = forward
+        return cross_entropy(model.multiply(forward(**kwargs)).flatten(0, 1), ids.flatten())
+
+    model.forward = instead
+    return called(input_ids=ids)  # type: ignore[no-any-return]
+
+
 def loss_of_read(called: Any, model: Any, ids: Tensor) -> Tensor:
+    if model.how == "by a redirected forward":
+        return redirected(called, model, ids)
     loss: Tensor = called(input_ids=ids)
-    if model.how == "by the script":
+    if model.how in BY_OTHERS:
         loss = cross_entropy(model.multiply(loss).flatten(0, 1), ids.flatten())
     elif model.how in PENALTIES:
         loss = loss + PENALTIES[model.how](model.lm_head.weight)
@@ -217,6 +250,7 @@ READS: tuple[tuple[str, tuple[bool, bool], int], ...] = (
     *(("multiplied", FROZEN, 0), ("multiplied", ADAPTED, 3), ("checkpointed", ADAPTED, 1), ("reentrant", ADAPTED, 0)),
     *(("reentrant", TRAINED, 3), ("by the script", ADAPTED, 1), ("by the script", TRAINED, 1)),
     *(("looked up", FROZEN, 0), ("looked up", ADAPTED, 3)),
+    *(("by a function", TRAINED, 0), ("by a function", ADAPTED, 1), ("by a redirected forward", ADAPTED, 0)),
     *(("norm", TRAINED, 0), ("mean", TRAINED, 0), ("root", TRAINED, 1)),
 )
 RIGHT: tuple[tuple[str, tuple[bool, bool], int], ...] = (
@@ -346,8 +380,8 @@ class Hidden(torch.autograd.Function):
 
 def test_nothing_is_concluded_of_what_a_function_hides() -> None:
     weight = torch.ones(4, requires_grad=True)
-    found = sides_of(Hidden.apply(torch.ones(4), weight))  # type: ignore[no-untyped-call]
-    assert found[id(weight)] == {"unknown"}
+    for given, expected in ((weight, "given"), (weight.double(), "given"), (weight * 2, "unknown")):
+        assert sides_of(Hidden.apply(torch.ones(4), given))[id(weight)] == {expected}  # type: ignore[no-untyped-call]
 
 
 def made(kind: str) -> nn.Module:
