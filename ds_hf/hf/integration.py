@@ -29,6 +29,7 @@ from ds_hf.log import log_once, logger, warn_once
 __all__ = ["wrap_integration"]
 
 SECTION = "_ds_hf_optimizer"  # where the configuration keeps its optimizer section while there is none
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # values of --lr_scheduler_type
 GIVEN = "_ds_hf_given"  # where the Trainer keeps the optimizer and scheduler that it was given
 
 
@@ -59,6 +60,7 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
     optimizer, scheduler = wrapped(*args, **kwargs)
     if trainer.args.log_level == "passive" and logger.level == logging.WARNING:
         logger.setLevel(level)
+    _refuse_schedule(trainer, optimizer, hf_config)
     if given is None:
         return optimizer, scheduler
     if not isinstance(optimizer, Optimizer):  # a placeholder: the configuration names one
@@ -66,6 +68,19 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
         return optimizer, scheduler
     trainer.optimizer = given
     return given, scheduler if scheduler is not None else given_scheduler
+
+
+def _refuse_schedule(trainer: Any, optimizer: Any, hf_config: Any) -> None:
+    """One that goes by a metric, beside an optimizer of the configuration: the engine steps what it makes itself."""
+    kind = getattr(trainer.args.lr_scheduler_type, "value", trainer.args.lr_scheduler_type)
+    if kind not in BY_METRIC or isinstance(optimizer, Optimizer) or "scheduler" in hf_config.config:
+        return
+    raise ConfigError(
+        f"--lr_scheduler_type {kind} needs a metric at each step, and the engine, which has none, steps the schedule "
+        'where the file has an "optimizer". Remove "optimizer" from the file: the Trainer makes it by --optim, and '
+        "steps the schedule itself",
+        "/optimizer",
+    )
 
 
 def _refuse_pipelines(trainer: Any) -> None:

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
+from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["wrap_trainer", "wrap_trainer_utils"]
 
+RATE = "_ds_hf_rate"  # where the Trainer keeps its step and the learning rate before it
+
 
 def wrap_trainer(module: ModuleType) -> None:
     """Hook of ``transformers.trainer``."""
@@ -51,6 +54,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "_update_auto_batch_size": _tell_batch_size,
         "_prepare_for_training": _forget_destroyed_engine,
         "training_step": _fail_together,
+        "_get_learning_rate": _rate_of_the_step,
         "_load_best_model": _load_weights_alone,
         "_load_optimizer_and_scheduler": compare_with_engine,
         "_maybe_log_save_evaluate": _evaluate_what_is_saved,
@@ -139,6 +143,8 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
 
 def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     engine = engine_of(trainer)
+    if engine is not None and isinstance(engine.lr_scheduler, LRScheduler):
+        trainer.__dict__[RATE] = trainer.state.global_step, trainer._get_learning_rate()
     if engine is None or not trainer.args.auto_find_batch_size:
         return wrapped(*args, **kwargs)
     from accelerate.utils.memory import should_reduce_batch_size
@@ -147,6 +153,13 @@ def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -
 
     with shared_out_of_memory(engine.mesh, should_reduce_batch_size):
         return wrapped(*args, **kwargs)
+
+
+def _rate_of_the_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Before the Trainer has counted a step, the rate that this step had: with an optimizer of the configuration the
+    engine has advanced transformers' schedule by then. DeepSpeed's own begin a step later and agree as they are."""
+    step, rate = trainer.__dict__.get(RATE, (None, None))
+    return rate if step == trainer.state.global_step and engine_of(trainer) is not None else wrapped(*args, **kwargs)
 
 
 def _load_weights_alone(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

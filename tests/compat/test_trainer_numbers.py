@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from ds_hf.errors import ConfigError
 from tests.compat.common import WORLD, run_user_code
 from tests.compat.trainer_code import (
     STAGES,
@@ -336,6 +337,40 @@ def test_schedule_of_the_json_is_filled_from_the_arguments(tmp_path: Path) -> No
     """The engine steps it before the Trainer logs, and DeepSpeed's own begins with two steps at the least rate."""
     for ours, plain in run_user_code(rates_of_the_json, tmp_path, 2):
         assert ours == pytest.approx(plain)
+
+
+def rates_beside_an_optimizer_of_the_json(folder: Path, stage: int) -> list[tuple[list[float], list[float]]]:
+    """Schedules of transformers, which the engine steps there: a step's rate, and at ends of epochs the next one's."""
+    optimizer = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    found = []
+    for more in (
+        {"lr_scheduler_type": "cosine", "max_steps": 6, "gradient_accumulation_steps": 2},
+        {"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2},
+    ):
+        files = (config(stage, optimizer=optimizer), None)
+        both = [fit(folder, deepspeed, warmup_steps=2, **more) for deepspeed in files]
+        found.append(tuple([row["learning_rate"] for row in rows if "loss" in row] for rows in both))
+    return found
+
+
+def test_logged_rates_are_those_of_the_steps(tmp_path: Path) -> None:
+    for found in run_user_code(rates_beside_an_optimizer_of_the_json, tmp_path, 2):
+        (ours, plain), (by_epoch, plain_by_epoch) = found
+        assert ours[0] == 0.0
+        assert ours == pytest.approx(plain)
+        assert len(by_epoch) == 2
+        assert by_epoch == pytest.approx(plain_by_epoch)
+
+
+def metric_schedule(folder: Path) -> str:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    with pytest.raises(ConfigError) as caught:
+        fit(folder, config(2, optimizer=optimizer), lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch")
+    return str(caught.value)
+
+
+def test_a_schedule_by_metrics_beside_an_optimizer_of_the_json_is_refused(tmp_path: Path) -> None:
+    assert all('Remove "optimizer" from the file' in text for text in run_user_code(metric_schedule, tmp_path))
 
 
 # -- callbacks ----------------------------------------------------------------------------------------------------
