@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -201,8 +201,6 @@ def _roles(module: nn.Module, own: _Forward, args: tuple[Any, ...], kwargs: dict
     Raises:
         _Unclear: of one it cannot be said.
     """
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        raise _Unclear("batch norm counts all positions")
     hidden = hidden_of(args, kwargs)
     assert hidden is not None
     names = [*inspect.signature(own).parameters, *("more inputs" for _ in args)]
@@ -261,45 +259,54 @@ def _try(
     """The dimensions along the sequence of what ``own`` gives.
 
     Raises:
-        _Unclear: what stands behind a sequence changes it.
+        _Unclear: what stands behind a sequence changes it, or something beside it.
     """
     leaves, tree = tree_flatten((args, kwargs))
     hidden = hidden_of(args, kwargs)
     assert hidden is not None
-    length = hidden.shape[1]
+    length, device = hidden.shape[1], hidden.device
 
-    def computed(noise: torch.Generator | None) -> Leaves:
+    def computed(noise: torch.Generator | None, training: bool) -> Leaves:
         """Of twice the length."""
         given = [
             leaf if role is None else role.padded(leaf, length, noise) for leaf, role in zip(leaves, roles, strict=True)
         ]
         more_args, more_kwargs = tree_unflatten(given, tree)
-        return tree_leaves(own(*more_args, **more_kwargs))
+        with _mode(module, training), _same_draws(device):
+            return tree_leaves(own(*more_args, **more_kwargs))
 
-    with _evaluated(module):  # without dropout
-        plain = tree_leaves(own(*args, **kwargs))
-        repeated, noisy = computed(None), computed(torch.Generator(hidden.device).manual_seed(0))
-    if not len(plain) == len(repeated) == len(noisy):
+    with _unchanged(module):
+        try:
+            with _mode(module, training=False):  # without dropout, whose numbers depend on the length
+                plain = tree_leaves(own(*args, **kwargs))
+            longer, repeated = computed(None, training=False), computed(None, training=True)
+            noisy = computed(torch.Generator(device).manual_seed(0), training=True)
+        except Exception as error:
+            raise _Unclear(f"it fails with twice the length ({type(error).__name__}: {error})") from error
+    if not len(plain) == len(longer) == len(repeated) == len(noisy):
         raise _Unclear("what it gives has no clear form")
     return tuple(
         _along(*each, hidden) if isinstance(each[0], Tensor) else _same(*each)
-        for each in zip(plain, repeated, noisy, strict=True)
+        for each in zip(plain, longer, repeated, noisy, strict=True)
     )
 
 
-def _along(plain: Tensor, repeated: Tensor, noisy: Tensor, hidden: Tensor) -> Dims:
-    """The dimensions along the sequence of what a block gives of ``hidden`` as it is, and with padding of two kinds."""
+def _along(plain: Tensor, longer: Tensor, repeated: Any, noisy: Any, hidden: Tensor) -> Dims:
+    """The dimensions along the sequence of what a block gives: of ``hidden``, of twice its length, and that in training
+    with padding of two kinds."""
     length = hidden.shape[1]
-    if plain.dim() != repeated.dim():
+    if not all(isinstance(each, Tensor) and each.shape == longer.shape for each in (repeated, noisy)):
+        raise _Unclear("what it gives in training has another form")
+    if plain.dim() != longer.dim():
         raise _Unclear("what it gives has no clear form")
-    dims = tuple(dim for dim in range(plain.dim()) if plain.shape[dim] != repeated.shape[dim])
-    if any((plain.shape[dim], repeated.shape[dim]) != (length, 2 * length) for dim in dims):
+    dims = tuple(dim for dim in range(plain.dim()) if plain.shape[dim] != longer.shape[dim])
+    if any((plain.shape[dim], longer.shape[dim]) != (length, 2 * length) for dim in dims):
         raise _Unclear("what it gives has no clear length")
-    own = _cut(repeated, dims, length)
-    if not torch.equal(own, _cut(noisy, dims, length)):
+    if not torch.equal(_cut(repeated, dims, length), _cut(noisy, dims, length)):
         raise _Unclear("what it computes of a position depends on later ones")
     if repeated.isnan().any():
         raise _Unclear("what it computes of padding is no number")
+    own = _cut(longer, dims, length)
     added = plain.double() - hidden.double() if plain.shape == hidden.shape else plain.double()
     error = torch.where(own == plain, 0.0, own.double() - plain.double()).norm()
     if error > _CLOSE * added.norm() + torch.finfo(hidden.dtype).eps * plain.double().norm():
@@ -307,22 +314,54 @@ def _along(plain: Tensor, repeated: Tensor, noisy: Tensor, hidden: Tensor) -> Di
     return dims
 
 
-def _same(plain: Any, repeated: Any, noisy: Any) -> Dims:
-    if plain is not None and not (plain == repeated == noisy):
-        raise _Unclear(f"it gives a {type(plain).__name__}")
+def _same(plain: Any, *others: Any) -> Dims:
+    if any(isinstance(other, Tensor) or other != plain for other in others):
+        raise _Unclear(f"it gives a {type(plain).__name__}, and something else in training")
     return ()
 
 
+def _same_draws(device: torch.device) -> AbstractContextManager[None]:
+    """Afterwards random numbers go on as if none had been drawn."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
 @contextmanager
-def _evaluated(module: nn.Module) -> Iterator[None]:
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """``module`` in evaluation, or as it trains but for its linear layers, whose scales in fp8 are of all positions."""
     modes = {part: part.training for part in module.modules()}
     try:
-        for part in modes:
-            part.training = False
+        for part, mode in modes.items():
+            part.training = mode and training and not isinstance(part, nn.Linear)
         yield
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What parts of ``module`` keep beside their weights is put back afterwards.
+
+    Raises:
+        _Unclear: something was changed: padding would count there.
+    """
+    kept = [(part, {k: v for k, v in vars(part).items() if isinstance(v, Tensor)}) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        changed = [buffer.copy_(before) for buffer, before in buffers if not torch.equal(buffer, before)]
+        for part, before in kept:
+            now = {k: v for k, v in vars(part).items() if isinstance(v, Tensor)}
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in before):
+                changed += now.values()
+                for key in now:
+                    del part.__dict__[key]
+                part.__dict__.update(before)
+    if changed:
+        raise _Unclear("it keeps what it has seen beside what it gives")
 
 
 def _cut(leaf: Any, dims: Dims, length: int) -> Any:

@@ -135,29 +135,68 @@ def test_gradients_are_those_of_the_batch_as_it_is(build: Callable[[], Any], mas
         torch.testing.assert_close(other, one, rtol=1e-7, atol=1e-7)  # rotations and masks are of 32 bits
 
 
-@pytest.mark.parametrize("case", ["bert", "mpt", "a cache", "hooks", "batch norm", "packed"])
-def test_what_is_left_as_it_is(case: str, caplog: pytest.LogCaptureFixture) -> None:
+class Counting(nn.Module):
+    """An MLP that trains something beside what it gives, as layers of experts do."""
+
+    def __init__(self, own: nn.Module, how: str) -> None:
+        super().__init__()
+        self.own, self.how = own, how
+        self.norm = nn.BatchNorm1d(32, track_running_stats=how == "batch norm")
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how.endswith("batch norm"):
+            x = self.norm(x.flatten(0, 1)).view_as(x)
+        elif self.how == "a counter" and self.training:
+            self.seen += x.shape[1]
+        elif self.how == "a loss beside it":
+            self.loss = x.square().mean()
+        elif self.how == "a length":
+            x = x * x.shape[1]
+        elif self.how == "one length" and x.shape[1] != LENGTH:
+            raise ValueError("I know one length")
+        return self.own(x)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("bert", "depends on later ones"),
+        ("mpt", "depends on later ones"),
+        ("a cache", "model.config.use_cache = False"),
+        ("hooks", "would see padding"),
+        ("packed", "in another way where"),
+        ("batch norm", "keeps what it has seen"),
+        ("a batch's batch norm", "depends on later ones"),
+        ("a counter", "keeps what it has seen"),
+        ("a loss beside it", "keeps what it has seen"),
+        ("a length", "depends on the length"),
+        ("one length", "fails with twice the length (ValueError: I know one length)"),
+    ],
+)
+def test_what_is_left_as_it_is(case: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = {"bert": bert, "mpt": mpt}.get(case, llama)().double().train()
-    reason = {
-        "bert": "depends on later ones", "mpt": "depends on later ones", "a cache": "model.config.use_cache = False",
-        "hooks": "would see padding", "batch norm": "counts all positions", "packed": "in another way where",
-    }[case]  # fmt: skip
     inputs: dict[str, Any] = batch(None)
     if case == "a cache":
         inputs["use_cache"] = True
     elif case == "packed":
         inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 63], dtype=torch.int32)
-    for block in model.model.layers if case in ("hooks", "batch norm") else ():
-        if case == "hooks":
-            block.self_attn.register_forward_hook(lambda module, args, output: None)
-        else:
-            block.extra = nn.BatchNorm1d(2)
+    elif case not in ("bert", "mpt"):
+        for block in model.model.layers:
+            if case == "hooks":
+                block.self_attn.register_forward_hook(lambda module, args, output: None)
+            else:
+                block.mlp = Counting(block.mlp, case).double()
     plain = grads(model, inputs)
     seen = pad_blocks(model, Padding(MULTIPLE))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found = grads(model, inputs)
     assert seen == [LENGTH, LENGTH]
     assert all(map(torch.equal, found, plain))
+    for name, buffer in model.named_buffers():
+        if name.endswith("seen"):
+            assert buffer - before[name] == (LENGTH if case == "a counter" else 0)
     assert reason in caplog.text
     assert "sequences are not padded for captured blocks" in caplog.text
 
