@@ -58,10 +58,9 @@ def main() -> None:
     lines = axes()
     for name, rows in runs.items():
         held = [row["held_out"] for row in rows]
-        sent = sum(row["nbytes"][-1] for row in rows) / len(rows) / 1e6
-        print(
-            f"| {name} | {len(rows)} | {sum(held) / len(held):.3f} | {min(held):.3f} to {max(held):.3f} | {sent:.0f} |"
-        )
+        known = all(row["nbytes"] for row in rows)  # not where others used the interface
+        sent = f"{sum(row['nbytes'][-1] for row in rows) / len(rows) / 1e6:.0f}" if known else ""
+        print(f"| {name} | {len(rows)} | {sum(held) / len(held):.3f} | {min(held):.3f} to {max(held):.3f} | {sent} |")
         if name in COLOURS:
             losses = [sum(column) / len(rows) for column in zip(*(row["losses"] for row in rows), strict=True)]
             nbytes = [sum(column) / len(rows) / 1e6 for column in zip(*(row["nbytes"] for row in rows), strict=True)]

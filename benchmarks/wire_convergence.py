@@ -39,6 +39,13 @@ def one_bit(name: str, **params: Any) -> Run:
     return {"optimizer": {"type": name, "params": {"lr": LR, "betas": BETAS, **params}}}
 
 
+def in_fp8(**keys: Any) -> Run:
+    """Products in fp8 by 32 bits, as this needs no GPU."""
+    run = wire(3, **keys)
+    return {**run, **BF16, "ds_hf": {**run["ds_hf"], "fp8": {"emulate": True, "smallest": 0}}}
+
+
+BF16 = {"bf16": {"enabled": True}}
 LAMB = {"lr": 1e-2, "max_coeff": 10.0}
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
 RUNS: dict[str, Run] = {
@@ -49,6 +56,10 @@ RUNS: dict[str, Run] = {
     "4-bit gradients (qgZ)": wire(2, gradients=4),
     "4-bit gradients, LoCo": wire(2, LOCO),
     "8-bit weights and gradients": wire(3, gradients=8, parameters=8),
+    "bf16, stage 3": {**wire(3), **BF16},
+    "bf16, 8-bit weights": {**wire(3, parameters=8), **BF16},
+    "fp8, stage 3": in_fp8(),
+    "fp8, 8-bit weights": in_fp8(parameters=8),
     "1-bit Adam": one_bit("OneBitAdam", freeze_step=FREEZE),
     "0/1 Adam": one_bit(
         "ZeroOneAdam", var_freeze_step=FREEZE, var_update_scaler=FREEZE, local_step_scaler=60, local_step_clipper=4

@@ -154,9 +154,9 @@ def test_multiply_takes_one_scale_beside_rows() -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def at_stage(stage: int, recipe: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
+def at_stage(stage: int, recipe: str, **zero: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Each process has every second batch."""
-    engine = make(stage, fp8={"recipe": recipe})
+    engine = make(stage, fp8={"recipe": recipe}, zero_optimization={"stage": stage, **zero})
     rank, count = engine.axis.rank, engine.axis.world_size
     losses = train(engine, [number for number in range(8) if number % count == rank])
     weights = full_weights(engine.module)
@@ -179,6 +179,22 @@ def test_two_processes_are_one_that_accumulates(recipe: str, stages: Iterable[in
             assert kinds == [f"blocks.{block}.{name}" for block in range(2) for name in ("inner", "outer")]
             for name, value in weights.items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def packed() -> tuple[list[float], dict[str, Tensor], list[str]]:
+    return at_stage(3, "tensorwise", zero_quantized_weights=True)
+
+
+def test_weights_that_travel_in_8_bits_are_cast_from_what_arrives() -> None:
+    expected = run_distributed(at_stage, 2, 3, "tensorwise")
+    found = run_distributed(packed, 2)
+    for (losses, weights, kinds), (exact, whole, layers) in zip(found, expected, strict=True):
+        assert kinds == layers
+        assert losses != exact
+        assert losses == pytest.approx(exact, rel=1e-2)
+        for name, value in weights.items():
+            assert torch.equal(value, found[0][1][name])
+            torch.testing.assert_close(value, whole[name], rtol=0.05, atol=2e-3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
