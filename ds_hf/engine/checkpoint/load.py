@@ -341,7 +341,8 @@ def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) 
     loose = loose_parameters(engine)
     for name, param in loose.items():
         if name in fit.parameters:
-            _write(param, in_form_of(param, files.value(fit.parameters[name], cut=cut_in(param))))
+            value = in_form_of(param, files.value(fit.parameters[name], cut=cut_in(param)))
+            _write(param, value.reshape(param.shape))  # a slice of a stack of parts has a dimension more
     for buffer in dict.fromkeys(home.buffer for param in loose.values() if (home := home_of(param)) is not None):
         buffer.gather()
         buffer.write_back()  # of another engine that has some of these parameters too

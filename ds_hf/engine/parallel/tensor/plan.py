@@ -400,8 +400,9 @@ def _by_vocabulary(
     for head in dict.fromkeys(heads):
         name, weight = names[id(head)], head._parameters.get("weight")
         if not isinstance(head, nn.Linear) or weight is None:
-            message = f"{name or 'the output layer'} is a {type(head).__name__}, and only linear layers are cut by it"
-            faults.append(Fault(pointer, message, "remove it"))
+            kind = f"{type(head).__module__}.{type(head).__qualname__}"  # PEFT's is a Linear, too
+            message = f"{name or 'the output layer'} is a {kind}, and only an nn.Linear is cut by it"
+            faults.append(Fault(pointer, message, "remove it, or the adapter of this layer"))
             continue
         where = next(
             (found for module in model.modules() if _output_of(module) is head and (found := _replaced_by(module))), ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3ForCausalLM
 
@@ -53,6 +54,14 @@ def test_the_plan_of_a_model_of_transformers() -> None:
 
 def test_a_tied_head_stays_whole() -> None:
     assert "lm_head" not in planned(llama(tie_word_embeddings=True))
+
+
+def test_a_head_with_an_adapter_is_not_cut_by_the_vocabulary() -> None:
+    """It was called "a Linear", of which only linear layers are cut."""
+    adapted = get_peft_model(llama(), LoraConfig(target_modules=["lm_head"]))
+    section = TensorParallelSection(autotp_size=2, vocab_parallel_lm_head=True)
+    with pytest.raises(ConfigError, match=r"lm_head is a peft\.\S+\.Linear, and only an nn\.Linear is cut by it"):
+        list(plan_division(adapted, section, 2))
 
 
 def test_a_learned_activation_beside_cut_layers_has_a_part_of_its_gradient() -> None:
