@@ -610,7 +610,8 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> tuple[dic
             if id(param) not in known:
                 raise ConfigError(
                     f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
-                    "not a parameter of the model; build the optimizer from this model's parameters"
+                    "not a parameter of the model; build the optimizer from this model's parameters, and if it is one "
+                    "of a loss with weights of its own, give initialize() a module that holds both"
                 )
             if param.is_floating_point() and (param.requires_grad or not is_packed(param)):
                 (found if param.requires_grad else frozen)[id(param)] = index

@@ -29,6 +29,7 @@ _ADDING = "_ds_hf_adding"  # of an engine: whether accelerate's no_sync() is ope
 _MADE = "_ds_hf_steps_made"  # of the optimizer of an engine that accelerate drives: steps since optimizer.step()
 _WATCH = "_ds_hf_used_gradients"  # of the same: tells who looks for gradients after the step
 _ADDED_UP = "_ds_hf_added_up"  # of an engine: the number of micro-batches a step that accelerate gave it last
+_BEFORE = "_ds_hf_before"  # of that state: the number before an Accelerator that was given none, and what it set
 _TRAINED = "_ds_hf_trained"  # of accelerate's state of gradients, which all Accelerators share: engines that train
 
 
@@ -174,6 +175,7 @@ def wrap_loop(module: ModuleType) -> None:
 
     def of_this_model(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """accelerate drives the engine that was prepared first, also where the loss is of another one."""
+        _count_on(accelerator)
         result = wrapped(*args, **kwargs)
         driven = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         others = [model for model in accelerator._models if driven is not None and model is not driven]
@@ -185,6 +187,11 @@ def wrap_loop(module: ModuleType) -> None:
             )
         return result
 
+    def as_before(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        _count_on(accelerator)
+        return wrapped(*args, **kwargs)
+
+    wrap(module, "Accelerator._do_sync", as_before)
     wrap(module, "Accelerator.backward", of_this_model)
     wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
     wrap(module, "Accelerator.no_sync", of_its_own_stage)
@@ -226,6 +233,34 @@ def counting_kept(accelerator: Any, given: Sequence[Any]) -> Iterator[None]:
         accelerator.gradient_accumulation_steps = count
 
 
+@contextmanager
+def counting_noted(accelerator: Any, says: bool) -> Iterator[None]:
+    """``Accelerator()`` sets how many micro-batches a step has for all, to one where nothing ``says`` how many: that is
+    for the model that it prepares, and models that train go on as before where it prepares none."""
+    from accelerate.state import GradientState
+
+    state = vars(GradientState())
+    before = state.get("plugin_kwargs", {}).get("num_steps")
+    yield
+    after = accelerator.gradient_accumulation_steps
+    trained = any(not engine.destroyed for engine in state.get(_TRAINED, ()))
+    if trained and before != after:
+        state[_BEFORE] = None if says else (before, after)
+
+
+def _count_on(accelerator: Any) -> None:
+    """A micro-batch begins: what an ``Accelerator()`` that has prepared no model that trains has set is undone."""
+    before, after = vars(accelerator.gradient_state).pop(_BEFORE, None) or (None, None)
+    if before is None or accelerator.gradient_accumulation_steps != after:
+        return
+    accelerator.gradient_accumulation_steps = before
+    warn_once(
+        f"an Accelerator that was made after models were prepared set the micro-batches of a step to {after} for all "
+        f"models, and was given no number: they go on with {before}. To change it, give that Accelerator "
+        "gradient_accumulation_steps"
+    )
+
+
 def begin(accelerator: Any, given: Sequence[Any], prepared: Sequence[Any]) -> None:
     """``prepare()`` has made an engine of what it was given: note how many micro-batches a step has, and tell what its
     placeholder of an optimizer says and the file's optimizer does not."""
@@ -245,6 +280,7 @@ def _is_placeholder(given: Any) -> bool:
 
 def _tell_of_counts(accelerator: Any, engine: Any) -> None:
     """``engine`` begins with so many micro-batches a step, and so do those that train beside it from now on."""
+    vars(accelerator.gradient_state).pop(_BEFORE, None)
     count = vars(engine)[_ADDED_UP] = accelerator.gradient_accumulation_steps
     trained: WeakSet[Any] = vars(accelerator.gradient_state).setdefault(_TRAINED, WeakSet())
     if others := {vars(other)[_ADDED_UP] for other in trained if not other.destroyed} - {count}:

@@ -23,7 +23,7 @@ from ds_hf.config.check import NOT_CHOSEN
 from ds_hf.config.schema import load_schema
 from ds_hf.engine.comm.discovery import discover
 from ds_hf.errors import ConfigError
-from ds_hf.hf.accelerate_loop import begin, counting_kept, wrap_loop, wrap_steps
+from ds_hf.hf.accelerate_loop import begin, counting_kept, counting_noted, wrap_loop, wrap_steps
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import with_values
 from ds_hf.hf.resuming import load_every_engine, load_whole_state
@@ -201,7 +201,9 @@ def wrap_accelerator(module: ModuleType) -> None:
         if given is module.AcceleratorState._shared_state.get("deepspeed_plugins"):
             kwargs = {**kwargs, "deepspeed_plugin": None}
         asked = given is not None or _deepspeed_processes()
-        wrapped(*args, **kwargs)
+        says = len(args) > 3 or not {"gradient_accumulation_steps", "gradient_accumulation_plugin"}.isdisjoint(kwargs)
+        with counting_noted(accelerator, says):
+            wrapped(*args, **kwargs)
         by = "Accelerator is given cpu=True"
         by = by if kwargs.get("cpu") else "ACCELERATE_USE_CPU is set (accelerate launch --cpu)"
         on_cpu = kwargs.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -245,13 +247,19 @@ def wrap_accelerator(module: ModuleType) -> None:
         return args if accelerator.distributed_type == deepspeed else wrapped(*args, **kwargs)
 
     def with_all_experts(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """accelerate asks an engine for whole weights at stage 3 and with tensor parallelism alone."""
+        """accelerate asks an engine for whole weights at stage 3, by the file of the model that it prepared last, and
+        with tensor parallelism alone."""
         model = args[0] if args else kwargs.get("model")
         mesh = getattr(model, "mesh", None)
         divided = mesh is not None and getattr(mesh.shape, "expert", 1) > 1 and kwargs.get("unwrap", True)
         if divided and (not model.plan.shards_parameters or model.zero_gather_16bit_weights_on_model_save()):
             return model._consolidated_16bit_state_dict()
-        return wrapped(*args, **kwargs)
+        if mesh is None or not model.plan.shards_parameters:
+            return wrapped(*args, **kwargs)
+        with with_values(
+            accelerator, deepspeed_config={**accelerator.deepspeed_config, "zero_optimization": {"stage": 3}}
+        ):
+            return wrapped(*args, **kwargs)
 
     wrap(module, "load_accelerator_state", load_whole_state)
     wrap(module, "Accelerator.load_state", load_every_engine)

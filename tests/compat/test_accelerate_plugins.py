@@ -69,9 +69,9 @@ def test_the_selected_plugin_is_the_one_that_counts() -> None:
     assert seen == [("student", 2, False), ("teacher", 3, True), ("student", 2, False)]
 
 
-def distil(dummy: bool) -> dict[str, Any]:
+def distil(dummy: bool, own: bool) -> dict[str, Any]:
     """Train a student at stage 2 on the outputs of a teacher at stage 3, two micro-batches a step; the teacher's file
-    has no number of them."""
+    has no number of them, and nor has the Accelerator that prepares it, if it has its ``own``."""
     fresh_start()
     training = config(2, gradient_accumulation_steps=2, **({"optimizer": OPTIMIZER} if dummy else {}))
     plugins = {
@@ -87,7 +87,7 @@ def distil(dummy: bool) -> dict[str, Any]:
 
     accelerator.state.select_deepspeed_plugin("teacher")
     frozen = Regressor(seed=1)
-    teacher = accelerator.prepare(frozen)
+    teacher = (Accelerator() if own else accelerator).prepare(frozen)
     teacher.eval()
     assert accelerator.deepspeed_engine_wrapped.engine is student
     accelerator.state.select_deepspeed_plugin("student")
@@ -112,10 +112,12 @@ def distil(dummy: bool) -> dict[str, Any]:
 
 @pytest.mark.feature("accelerate", "teacher at stage 3 (inference) and student at stage 2 in one process", pain="P8")
 @pytest.mark.parametrize(
-    "dummy", [pytest.param(False, marks=pytest.mark.slow), True], ids=["torch-AdamW", "DummyOptim"]
+    ("dummy", "own"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (False, True)],
+    ids=["torch-AdamW", "DummyOptim", "its own Accelerator"],
 )
-def test_a_student_learns_from_a_sharded_teacher(dummy: bool) -> None:
-    found = run_user_code(distil, dummy)[0]
+def test_a_student_learns_from_a_sharded_teacher(dummy: bool, own: bool) -> None:
+    found = run_user_code(distil, dummy, own)[0]
     student, teacher = Regressor(seed=0).to(DEVICE), Regressor(seed=1).to(DEVICE)
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
     expected = []

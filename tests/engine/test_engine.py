@@ -358,7 +358,7 @@ def bad_calls() -> None:
         ({"model": Stack(), "config": config, "optimizer": "AdamW"}, "torch.optim.Optimizer or a function"),
         ({"model": Stack().to("meta"), "config": config}, "meta device"),
         ({"model": Stack().requires_grad_(False), "config": config}, "no parameter requires a gradient"),
-        ({"model": Stack(), "config": config, "optimizer": sgd(Stack())}, "not a parameter of the model"),
+        ({"model": Stack(), "config": config, "optimizer": sgd(Stack())}, "not a parameter of the model.* holds both"),
         ({"model": Stack(), "config": {**config, "zero_optimisation": {}}}, "zero_optimization"),
         ({"model": Stack(), "config": {**config, "optimizer": {"type": "AdamX"}}}, "AdamX"),
         ({"model": Stack(), "config": config, "mesh_param": (2, 2)}, "mesh_param"),
