@@ -14,7 +14,7 @@
 #   slow 1, 20      the slow ones for CPUs, in the same way; names are printed as they end
 #   four 4, 8       the latter; beside others on the same GPUs they run into their time limits
 #   training 2, 9   benchmarks/training.py, the rows of docs/measurements.md; ROWS="3 7" for some of them
-#   captured 2, 4   small steps, with blocks in CUDA graphs and without
+#   captured 2, 5   small steps, with blocks in CUDA graphs and without, and with batches of many lengths
 #   data 1, 1       fewer tokens in the middle blocks, fewer blocks
 #   offload 1, 8    2.7 B with its states in host memory
 #   offload2 2, 4   1.35 B on two GPUs
@@ -122,6 +122,8 @@ captured() {
     two benchmarks/training.py --model "$model" --micro-batch 1 --seq 512 --stage "$stage" $more --rounds 2 --steps 32 \
       --engines ds_hf,ds_hf-captured,fsdp2,floor --json "$OUT/captured-$model-$stage.json"
   done
+  two benchmarks/training.py --model 0b37 --micro-batch 1 --seq 512 --shortest 64 --stage 2 --rounds 1 --steps 48 --warmup 64 \
+    --side-by-side --engines ds_hf,ds_hf-padded,floor --json "$OUT/captured-lengths.json"
 }
 
 data() {
