@@ -125,16 +125,17 @@ class Padding:
     ) -> _Plan | None:
         plans = self._plans.setdefault(module, {})
         try:
+            known = plans.get(kind)
+            parts = tuple(module.modules())[1:] if known is None else known.parts
+            if any(part._forward_hooks or part._forward_pre_hooks for part in parts):  # also before a trial
+                raise _Unclear("hooks of its parts, such as those that record attention, would see padding")
             if kind not in plans:
                 if len(plans) == _MOST_PLANS:
                     raise _Unclear(f"its inputs are of more than {_MOST_PLANS} kinds")
                 plans[kind] = None
                 roles = _roles(module, own, args, kwargs)
                 lengths = _try(module, own, args, kwargs, roles)
-                plans[kind] = _Plan(roles, lengths, tuple(module.modules())[1:])
-            plan = plans[kind]
-            if plan is not None and any(part._forward_hooks or part._forward_pre_hooks for part in plan.parts):
-                raise _Unclear("hooks of its parts, such as those that record attention, would see padding")
+                plans[kind] = _Plan(roles, lengths, parts)
         except _Unclear as error:
             warn_once(
                 f"{type(module).__name__}: sequences are not padded for captured blocks "
@@ -142,7 +143,7 @@ class Padding:
                 "that come, and compute eagerly with others"
             )
             return None
-        return plan
+        return plans[kind]
 
     def _padded(self, leaf: Tensor, role: _Role, more: int) -> Tensor:
         if leaf.requires_grad:

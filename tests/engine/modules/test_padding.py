@@ -200,6 +200,7 @@ def test_what_is_left_as_it_is(case: str, reason: str, caplog: pytest.LogCapture
     torch.manual_seed(0)
     model = {"bert": bert, "mpt": mpt}.get(case, llama)().double().train()
     inputs: dict[str, Any] = batch(None)
+    hooked: list[Any] = []
     if case == "a cache":
         inputs["use_cache"] = True
     elif case == "packed":
@@ -207,7 +208,7 @@ def test_what_is_left_as_it_is(case: str, reason: str, caplog: pytest.LogCapture
     elif case not in ("bert", "mpt"):
         for block in model.model.layers:
             if case == "hooks":
-                block.self_attn.register_forward_hook(lambda module, args, output: None)
+                block.self_attn.register_forward_hook(lambda module, args, output: hooked.append(args))
             else:
                 block.mlp = Counting(block.mlp, case).double()
     plain = grads(model, inputs)
@@ -215,6 +216,7 @@ def test_what_is_left_as_it_is(case: str, reason: str, caplog: pytest.LogCapture
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found = grads(model, inputs)
     assert seen == [LENGTH, LENGTH]
+    assert len(hooked) == (4 if case == "hooks" else 0)  # two blocks, twice: nothing is tried out before them
     assert all(map(torch.equal, found, plain))
     for name, buffer in model.named_buffers():
         if name.endswith("seen"):
